@@ -98,7 +98,7 @@ def dlg(device: str, data: Images, count: int, repeats: int) -> list[Row]:
 
 
 def newton(device: str, data: Images, count: int, repeats: int) -> list[Row]:
-    """Time the attack, and one product with JᵀWJ as a program and by torch.func."""
+    """Time the attack, and one product with JᵀWJ."""
     model = build("lenet", SHAPE, CLASSES).to(device)
     seen = [observe(model, data, i) for i in range(count)]
     out = []
@@ -108,15 +108,9 @@ def newton(device: str, data: Images, count: int, repeats: int) -> list[Row]:
         rows = update_rows(some, prior.mean.new_zeros(count, 1, CLASSES), prior)
         z = prior.center().expand(count, -1).clone()
         width, weights = z.new_full((count,), 0.1), 1 / (0.1 * rows.rms).square()
-        forms = {"by torch.func": replace(rows, linear=None), "as a program": rows}
-        times = {}
-        for form, part in forms.items():
-            product = part.curvature(z, weights, width)
-            times[form] = 1e3 * seconds(lambda p=product, z=z: p(z), repeats, device)["min"]  # type: ignore[misc]
-        out += [
-            show({"what": what, "form": form, "images": count, "ms": ms, "speedup": times["by torch.func"] / ms})
-            for form, ms in times.items()
-        ]
+        product = rows.curvature(z, weights, width)
+        ms = 1e3 * seconds(lambda p=product, z=z: p(z), repeats, device)["min"]  # type: ignore[misc]
+        out.append(show({"what": what, "images": count, "ms": ms}))
     rngs = [torch.Generator().manual_seed(i) for i in range(count)]
     row = whole(lambda: Newton().reconstruct_many(seen, rngs), data[0], device)
     return [*out, show({"what": "newton", "images": count} | row)]

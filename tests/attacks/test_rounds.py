@@ -141,7 +141,7 @@ def test_equations_of_several_rounds_are_those_of_each_below_one_another() -> No
     jacobian = torch.zeros(24, rows.seen.shape[1]).double()
     first = 0
     for part, place in zip(parts, places, strict=True):
-        whole = torch.cat(part.jacobian(z[:, place], width), 2)[0]  # (20, rows)
+        whole = part.jacobian(z[:, place], width)[0]  # (20, rows)
         jacobian[place, first : first + whole.shape[1]] = whole
         first += whole.shape[1]
     residual = torch.cat([part.residual(z[:, place], None) for part, place in zip(parts, places, strict=True)], 1)

@@ -93,7 +93,7 @@ class Newton(Attack):
         with differentiating(first.model):
             parts = list(map(update_rows, rounds, guesses, alone))
         rows = stack(parts, prior.pixels, own)
-        dense = starts.shape[-1] <= self.dense_limit and rows.rows_at_once * starts.shape[-1] * 8 <= self.memory
+        dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
         schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
         entries = torch.cat([_entries(same[0], part.seen) for same, part in zip(rounds, parts, strict=True)])

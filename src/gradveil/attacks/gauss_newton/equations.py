@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.func import jvp, vjp, vmap
+from torch.func import jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from gradveil import pace
@@ -158,18 +158,6 @@ Push = Callable[[Tensor], Tensor]  # direction (B, n) -> (B, R)
 
 
 @dataclass(frozen=True)
-class Linearised:
-    """Rows at many points, and products with their Jacobian, both written out."""
-
-    values: Callable[[], Tensor]  # (B, R)
-    push: Callable[[Tensor], list[Tensor]]  # directions (B, T, n) -> parts (B, T, some of the rows)
-
-    def along(self, v: Tensor) -> Tensor:
-        """Return the product (B, R) with one direction (B, n)."""
-        return torch.cat(self.push(v[:, None]), 2)[:, 0]
-
-
-@dataclass(frozen=True)
 class Equations:
     """The equations of B problems, R rows each, in float64."""
 
@@ -181,13 +169,7 @@ class Equations:
     weights: Tensor  # (B, R), of a row's squared residual
     noise: Tensor  # (B, R), known standard deviation; a row without is infinitely sure, save for the floor
     rms: Tensor  # (B, R), what the floor is relative to
-    linear: Callable[..., Linearised] | None = None  # z (B, n), each of ``given``, widths, smooth?: written out
-    after: Push | None = None  # what a simulated defence makes of one problem's rows of ``linear``
-    randomness: Literal["error", "same"] = "error"  # of ``one`` and ``after``, for vmap
-
-    @property
-    def rows_at_once(self) -> int:
-        return self.seen.shape[1]
+    randomness: Literal["error", "same"] = "error"  # of ``one``, for vmap
 
     def take(self, index: Tensor) -> "Equations":
         parts = {name: getattr(self, name)[index] for name in ("scales", "seen", "weights", "noise", "rms")}
@@ -196,19 +178,18 @@ class Equations:
     def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
         """Return F(z) - seen (B, R) for z (B, n), kinks rounded over ``width`` (B,); None: not at all."""
         with quiet(self.model), torch.no_grad():
-            if self.linear is not None:
-                return self._sent(self._at(z, width).values()) - self.seen
-            return self._vmap(self._of(width))(z, *self._given(width)) - self.seen
+            return self._rows(z, width) - self.seen
 
-    def jacobian(self, z: Tensor, width: Tensor) -> list[Tensor]:
-        """Return dF/dz of every problem, in parts (B, n, some of the rows); for as many problems as memory allows."""
-        function = self._of(width)
+    def jacobian(self, z: Tensor, width: Tensor) -> Tensor:
+        """Return dF/dz of every problem (B, n, R); for as many problems as memory allows."""
         eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
         # Tangents of several small problems run together; those of a large one in parts.
         chunk = None if len(z) > 1 else TANGENTS
 
+        rows = self._of(width)
+
         def one(z: Tensor, *given: Tensor) -> Tensor:
-            along = self._vmap(lambda v: jvp(lambda t: function(t, *given), (z,), (v,))[1], chunk_size=chunk)
+            along = self._vmap(lambda v: jvp(lambda t: rows(t, *given), (z,), (v,))[1], chunk_size=chunk)
             if chunk is None:
                 whole: Tensor = along(eye)
                 return whole
@@ -220,77 +201,55 @@ class Equations:
             return torch.cat(columns)
 
         with quiet(self.model), torch.no_grad():
-            if self.linear is not None:
-                at = self._at(z, width)
-                parts = at.push(eye.expand(len(z), -1, -1))
-                if self.after is not None:
-                    values, slopes = at.values(), torch.cat(parts, 2).transpose(0, 1)
-                    sent = self._vmap(lambda v: jvp(self._sent, (values,), (v,))[1], chunk)(slopes)
-                    return [sent.transpose(0, 1)]
-                return parts
-            if len(z) == 1:
-                return [one(z[0], *(value[0] for value in self._given(width)))[None]]
-            return [self._vmap(one)(z, *self._given(width))]
+            return self._each(one)(z, *self._given(width))
 
     def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
         """Return (dF/dz)ᵀ u at z for u (B, R)."""
-        if self.linear is not None:
-            program, _, back = self._linear(z, width)
-            return _transposed(program, torch.zeros_like(z), lambda _: back(u))
-        function = self._of(width)
-
-        def one(z: Tensor, u: Tensor, *given: Tensor) -> Tensor:
-            return _pullback(lambda t: function(t, *given), z)(u)
-
-        with quiet(self.model):
-            return self._vmap(one)(z, u, *self._given(width)).detach()
+        with torch.enable_grad(), quiet(self.model):
+            free = z.detach().requires_grad_()
+            (pulled,) = torch.autograd.grad(self._rows(free, width), free, u)
+        return pulled
 
     def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Push:
-        """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R)."""
-        if self.linear is not None:
-            program, along, back = self._linear(z, width)
-            return lambda v: _transposed(program, v, lambda pushed: back(weights * along(pushed)))
-        function, given = self._of(width), self._given(width)
+        """Return v (B, n) -> (dF/dz)ᵀ (weights · dF/dz v) at z; ``weights`` is (B, R).
 
-        def one(z: Tensor, v: Tensor, *given: Tensor) -> Tensor:
-            pushed: Tensor = jvp(lambda t: function(t, *given), (z,), (v,))[1]
-            return pushed
+        (dF/dz)ᵀ u is linear in u, and its derivative by u, transposed, is dF/dz: one graph serves all directions.
+        """
+
+        def graph() -> tuple[Tensor, ...]:
+            with torch.enable_grad(), quiet(self.model):
+                free = z.detach().requires_grad_()
+                rows = self._rows(free, width)
+                u = torch.zeros_like(rows).requires_grad_()
+                (pulled,) = torch.autograd.grad(rows, free, u, create_graph=True)
+            return free, rows, u, pulled
+
+        kept = None if z.is_cuda else graph()  # on a GPU a product is captured as a whole
 
         def curved(v: Tensor) -> Tensor:
-            with quiet(self.model), torch.no_grad():
-                pushed = self._vmap(one)(z, v, *given)
-            return self.pull(z, weights * pushed, width)
+            free, rows, u, pulled = kept or graph()
+            (pushed,) = torch.autograd.grad(pulled, u, v, retain_graph=True)
+            (back,) = torch.autograd.grad(rows, free, weights * pushed, retain_graph=True)
+            return back
 
         return curved
 
-    def _linear(self, z: Tensor, width: Tensor) -> tuple[Push, Push, Push]:
-        """Return the products with dF/dz before a simulated defence, and those with the defence's derivative: along
-        a direction (B, R'), and back from (B, R)."""
-        with quiet(self.model), torch.no_grad():
-            at = self._at(z, width)
-            if self.after is None:
-                return at.along, lambda v: v, lambda u: u
-            values = at.values()
-            back = _pullback(self._sent, values)
-            twice = _pullback(lambda u: _pullback(self._sent, values)(u), torch.zeros_like(self.seen))
-        return at.along, twice, back
+    def _rows(self, z: Tensor, width: Tensor | None) -> Tensor:
+        return self._each(self._of(width))(z, *self._given(width))
 
-    def _at(self, z: Tensor, width: Tensor | None) -> Linearised:
-        assert self.linear is not None
-        return self.linear(z, *self._given(width), self._smooth(width))
+    def _of(self, width: Tensor | None) -> Callable[..., Tensor]:
+        smooth = width is not None and self.scales.shape[1] > 0
+        return lambda z, *given: self.one(z, *given, smooth)
 
-    def _sent(self, rows: Tensor) -> Tensor:
-        return rows if self.after is None else self._vmap(self.after)(rows)
+    def _each(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the function of one problem as one of all: of the only one there is, as it is."""
+        if len(self.seen) > 1:
+            return self._vmap(function)
+        return lambda *stacked: function(*(value[0] for value in stacked))[None]
 
     def _vmap(self, function: Callable[..., Tensor], chunk_size: int | None = None) -> Callable[..., Tensor]:
         mapped: Callable[..., Tensor] = vmap(function, chunk_size=chunk_size, randomness=self.randomness)
         return mapped
-
-    def _of(self, width: Tensor | None) -> Callable[..., Tensor]:
-        return lambda z, *given: self.one(z, *given, self._smooth(width))
-
-    def _smooth(self, width: Tensor | None) -> bool:
-        return width is not None and self.scales.shape[1] > 0
 
     def _given(self, width: Tensor | None) -> tuple[Tensor, ...]:
         return (*self.given, self.scales if width is None else self.scales * width[:, None])
@@ -311,23 +270,6 @@ def input_equations(
     weights = torch.ones_like(seen) if weights is None else weights
     noise = torch.zeros_like(seen) if noise is None else noise
     return Equations(model, one, (), scales, seen, weights, noise, level.expand_as(seen))
-
-
-def _pullback(function: Push, at: Tensor) -> Push:
-    """Return u -> (dF/dz)ᵀ u at a point."""
-    result: Any = vjp(function, at)
-    return lambda u: result[1](u)[0]
-
-
-def _transposed(push: Push, v: Tensor, to: Push) -> Tensor:
-    """Return the transposed program's value at what ``to`` makes of the program's own value at v."""
-    with torch.enable_grad():
-        free = v.detach().requires_grad_()
-        pushed = push(free)
-        with torch.no_grad():
-            at = to(pushed.detach())
-        (pulled,) = torch.autograd.grad(pushed, free, at)
-    return pulled
 
 
 @dataclass(frozen=True)
@@ -353,29 +295,25 @@ class StackedEquations:
     def rms(self) -> Tensor:
         return torch.cat([part.rms for part in self.parts], 1)
 
-    @property
-    def rows_at_once(self) -> int:
-        return max(part.rows_at_once for part in self.parts)
-
     def take(self, index: Tensor) -> "StackedEquations":
         return replace(self, parts=tuple(part.take(index) for part in self.parts))
 
     def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
-        return torch.cat([part.residual(z[:, place], width) for part, place in self._each()], 1)
+        return torch.cat([part.residual(z[:, place], width) for part, place in self.each()], 1)
 
     def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
-        each = zip(self._each(), self._split(u), strict=True)
+        each = zip(self.each(), self.split(u), strict=True)
         return self._sum(z, [part.pull(z[:, place], piece, width) for (part, place), piece in each])
 
     def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Push:
-        each = zip(self._each(), self._split(weights), strict=True)
+        each = zip(self.each(), self.split(weights), strict=True)
         curved = [part.curvature(z[:, place], piece, width) for (part, place), piece in each]
         return lambda v: self._sum(z, [one(v[:, at]) for one, at in zip(curved, self.places, strict=True)])
 
-    def _each(self) -> Iterator[tuple[Equations, Tensor]]:
+    def each(self) -> Iterator[tuple[Equations, Tensor]]:
         return zip(self.parts, self.places, strict=True)
 
-    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return torch.split(rows, [part.seen.shape[1] for part in self.parts], 1)
 
     def _sum(self, z: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -389,25 +327,18 @@ Rows = Equations | StackedEquations
 
 
 def normal_equations(rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n), summed over the parts that K comes in."""
-    normal, slope = x.new_zeros(*x.shape, x.shape[1]), x.new_zeros(*x.shape, 1)
-    first = 0
-    if isinstance(rows, StackedEquations):
-        for part, place in zip(rows.parts, rows.places, strict=True):
-            here = slice(first, first + part.seen.shape[1])
-            h, g = normal_equations(part, x[:, place], residual[:, here], weights[:, here], width)
-            normal[:, place[:, None], place] += h
-            slope[:, place, 0] += g
-            first = here.stop
-        return normal, slope[..., 0]
-    root = weights.sqrt()[:, None]
-    for slopes in rows.jacobian(x, width):  # (b, n, some of the rows)
-        here = slice(first, first + slopes.shape[2])
-        scaled = slopes * root[..., here]
-        normal.baddbmm_(scaled, scaled.mT)
-        slope.baddbmm_(scaled, (root[..., here] * residual[:, None, here]).mT)
-        first = here.stop
-    return normal, slope[..., 0]
+    """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n)."""
+    if isinstance(rows, Equations):
+        root = weights.sqrt()[:, None]
+        scaled = rows.jacobian(x, width) * root  # (b, n, R)
+        return scaled @ scaled.mT, (scaled @ (root * residual[:, None]).mT)[..., 0]
+    normal, slope = x.new_zeros(*x.shape, x.shape[1]), torch.zeros_like(x)
+    pieces = zip(rows.split(residual), rows.split(weights), strict=True)
+    for (part, place), (left, weight) in zip(rows.each(), pieces, strict=True):
+        h, g = normal_equations(part, x[:, place], left, weight, width)
+        normal[:, place[:, None], place] += h
+        slope[:, place] += g
+    return normal, slope
 
 
 def stack(parts: Sequence[Equations], pixels: int, own: Sequence[int]) -> Rows:

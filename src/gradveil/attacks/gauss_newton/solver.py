@@ -1,14 +1,69 @@
 """The descent: Gauss-Newton steps under a falling floor, with the Jacobian written out or by products with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradveil import pace
-from gradveil.attacks.gauss_newton.chains import conjugate_gradients
 from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior, Rows, normal_equations
+
+LOOK = 10  # iterations between looks at whether all are done, on a GPU, where each makes the host wait
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    iterations: int,
+    tolerance: float,
+) -> Tensor:
+    """Solve A s = right (B, n) for symmetric positive A, every problem with its own step lengths.
+
+    Where the time is over (see ``pace``), as far as it came.
+    """
+    z = precondition(right)
+    rz = (right * z).sum(1)
+    state = [torch.zeros_like(right), right.clone(), z.clone(), rz]  # s, r, p, r z
+    enough = tolerance**2 * rz
+
+    def iterate() -> None:
+        s, r, p, rz = state
+        live = rz > enough
+        ap = product(p)
+        length = (rz / (p * ap).sum(1)).masked_fill(~live, 0.0)[:, None]
+        s.addcmul_(length, p)
+        r.addcmul_(length, ap, value=-1)
+        z = precondition(r)
+        fresh = (r * z).sum(1)
+        p.mul_((fresh / rz).masked_fill(~live, 0.0)[:, None]).add_(z)
+        rz.copy_(torch.where(live, fresh, rz))
+
+    step = captured(iterate, state) if right.is_cuda and iterations > LOOK else iterate
+    for k in range(iterations):
+        if k % (LOOK if right.is_cuda else 1) == 0 and not bool((state[3] > enough).any()):
+            break
+        step()
+        if pace.part_of_step((k + 1) / iterations):
+            break
+    return state[0]
+
+
+def captured(change: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], object]:
+    """Return what changes the state in place as a CUDA graph, or as it is where it cannot be captured."""
+    before = [value.clone() for value in state]
+    change()  # settles what torch sets up on first use
+    for value, old in zip(state, before, strict=True):
+        value.copy_(old)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph):
+            change()
+    except RuntimeError:
+        return change
+    return graph.replay
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows of what a trial point would have sent: by torch.func for any model, written out for a chain of known layers.
+"""Rows of what a trial point would have sent, as functions that torch.func and autograd can transform.
 
 A trial point is the examples and, for a single local step, what δ, the loss's gradient by the outputs, is made from, as
 departures from a first guess: with plain cross-entropy the logits, and where the targets cannot be read, δ itself.
@@ -13,16 +13,23 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad
 
-from gradveil.attacks.gauss_newton.chains import SPREAD, can_write_out, delta_of, linearised
-from gradveil.attacks.gauss_newton.equations import Equations, Linearised, Prior, Push, Smoothing, Trial, kink_scales
+from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, Trial, kink_scales
 from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.attacks.rounds import entry_weights
-from gradveil.gradients.by_hand import known_chain
 from gradveil.gradients.functional import output_of, quiet, trial_update
 from gradveil.losses import CrossEntropy
-from gradveil.modules import Link, trace
+from gradveil.modules import trace
 from gradveil.tree import Params, named
 from gradveil.types import Observation
+
+SPREAD = 3.0  # standard deviation of the free logits around their first guess
+
+
+def delta_of(log_p: Tensor, y: Tensor) -> Tensor:
+    """Return p - y (..., K) without its cancellation: the true class misses what the others have."""
+    others = log_p.exp() * (1 - y)
+    return others - y * others.sum(-1, keepdim=True)
+
 
 Free = Literal["logits", "slopes", "targets", "nothing"]
 
@@ -128,31 +135,10 @@ def trial_rows(seen: Observation, state: Params, prior: Prior) -> Callable[..., 
     return kinds[free_of(seen)]
 
 
-def _links(seen: Observation) -> Sequence[Link] | None:
-    """Return the layers where both passes can be written out: in a chain, for one local step."""
-    links = known_chain(seen.model)
-    return links if can_write_out(links) and free_of(seen) == "logits" else None
-
-
 def _needed(seen: Observation) -> tuple[str, ...]:
     """Return the tensors whose gradients a trial needs, in the order of their rows."""
     trained = tuple(name for name, p in seen.model.named_parameters() if p.requires_grad)
     return trained if seen.needs_all_gradients else seen.visible
-
-
-def _after(seen: Observation) -> Push | None:
-    """Return what a simulated defence makes of the rows of all gradients; None: nothing."""
-    if not seen.needs_all_gradients:
-        return None
-    shapes = {name: seen.model.get_parameter(name).shape for name in _needed(seen)}
-
-    def sent(rows: Tensor) -> Tensor:
-        *parts, gap = rows.split([*(shape.numel() for shape in shapes.values()), seen.num_examples * seen.num_classes])
-        gradient = {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-        found = seen.sent(gradient)
-        return torch.cat([*(found[name].reshape(-1) for name in seen.visible), gap])
-
-    return sent
 
 
 SMALLEST = 1e-30  # a probability below it was rounded away on the client
@@ -172,9 +158,6 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
     table = torch.stack([_table(s, center) for s in seen])  # (B, 4, R)
     rest = torch.zeros_like(y)  # of δ: what the client's rounding of p - 1 adds to it
     one = trial_rows(first, state, prior)
-    links = _links(first)
-    linear = None if links is None else linearised(links, state, first.input_shape, _needed(first), prior.pixels)
-    written = linear, _after(first)
     if not known:
         spread = torch.stack([g.spread for g in guesses])
         return _rows(first, one, (y, y, spread), widths, table)
@@ -184,7 +167,7 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
         guess = functional_call(first.model, state, (x,)).log_softmax(-1).expand_as(y)
     bias = known_bias(seen)
     if bias is None:
-        rows = _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), written)
+        rows = _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess))
         guess = _rescaled(guess, y, _excess(rows, center, table.shape[2]))
     else:
         guess = torch.stack([_read(s, bias, y[b]) for b, s in enumerate(seen)])
@@ -194,15 +177,12 @@ def update_rows(seen: Sequence[Observation], guesses: Sequence[Guess], prior: Pr
         exact = torch.stack([s.update.gradient[bias].to(y) for s in seen])[:, None]  # (B, 1, K)
         quiet_bias = torch.tensor([not s.noise.get(bias) for s in seen]).to(y)
         rest = (exact - delta_of(guess, y)) * quiet_bias[:, None, None]
-    return _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess), written)
+    return _rows(first, one, (y, guess, rest), widths, _with_logits(table, guess))
 
 
-def _rows(
-    s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor,
-    written: tuple[Callable[..., Linearised] | None, Push | None] = (None, None),
-) -> Equations:  # fmt: skip
+def _rows(s: Observation, one: Trial, given: tuple[Tensor, ...], widths: Tensor, table: Tensor) -> Equations:
     seen, weights, noise, rms = table.unbind(1)
-    return Equations(s.model, one, given, widths, seen, weights, noise, rms, *written, s.randomness)
+    return Equations(s.model, one, given, widths, seen, weights, noise, rms, s.randomness)
 
 
 def known_bias(seen: Sequence[Observation]) -> str | None:
