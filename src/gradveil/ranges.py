@@ -59,7 +59,6 @@ Decay = Annotated[float, Range(0, 1, below=True)]  # of a memory
 Between = Annotated[float, Range(0, 1, above=True, below=True)]
 Order = Annotated[float, Range(1, inf)]
 Norm = Annotated[float, Among((1, 2, inf))]
-Bytes = Annotated[float, Range(0, 1e15, above=True)]
 ClassCount = Annotated[int, Range(1, MOST_CLASSES)]
 Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
 

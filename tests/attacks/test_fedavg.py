@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.attacks.fedavg import FedAvgInversion, _dealt, _unrolled
+from gradveil.attacks.fedavg import FedAvgInversion, _dealt, unrolled_stack
 from gradveil.attacks.gs import GS
 from gradveil.errors import AttackError
 from gradveil.federated.client import local_update
@@ -41,7 +41,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 def test_the_unrolled_steps_are_the_clients(model: nn.Module, batch: Batch) -> None:
     seen = train(model.double(), Batch(batch.inputs.double(), batch.labels), lr=0.5, size=2, epochs=3)
     names = tuple(seen.update.gradient)
-    found = _unrolled(seen, names)(batch.inputs.double()[None], F.one_hot(batch.labels, 5).double()[None])
+    found = unrolled_stack([seen]).trial(batch.inputs.double()[None], F.one_hot(batch.labels, 5).double()[None])
     for name in names:
         torch.testing.assert_close(found[name][0] * 6, seen.update.gradient[name])
 
@@ -67,8 +67,9 @@ def test_pretending_it_was_one_step_leaves_a_residual_that_unrolling_removes(mod
     seen = train(model, Batch(batch.inputs[:1], batch.labels[:1]), lr=5.0, size=1, epochs=6)
     truth = seen.update.gradient
     y = F.one_hot(batch.labels[:1], 5).float()[None]
-    unrolled = _unrolled(seen, tuple(truth))(batch.inputs[None, :1], y)
-    single = _unrolled(replace(seen, update=replace(seen.update, num_steps=1)), tuple(truth))(batch.inputs[None, :1], y)
+    unrolled = unrolled_stack([seen]).trial(batch.inputs[None, :1], y)
+    once = replace(seen, update=replace(seen.update, num_steps=1))
+    single = unrolled_stack([once]).trial(batch.inputs[None, :1], y)
     gap = [
         float(sum((6 * f[n][0] / k - truth[n] / k).square().sum() for n in truth))
         for f, k in ((unrolled, 1), (single, 1))
@@ -141,7 +142,7 @@ def test_a_simulated_defence_acts_where_the_clients_does(model: nn.Module, batch
     doubled = replace(seen, simulate=lambda update: {n: 2 * g for n, g in update.items()}, simulate_on=on)  # type: ignore[arg-type]
     faster = seen if on == "update" else replace(seen, update=replace(seen.update, lr=1.0))  # 2 g at lr = g at 2 lr
     y, names = F.one_hot(batch.labels, 5).float()[None], tuple(seen.update.gradient)
-    plain, defended = (_unrolled(s, names)(batch.inputs[None], y) for s in (faster, doubled))
+    plain, defended = (unrolled_stack([s]).trial(batch.inputs[None], y) for s in (faster, doubled))
     for name in names:
         torch.testing.assert_close(defended[name], 2 * plain[name])
 

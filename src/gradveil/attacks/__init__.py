@@ -7,7 +7,6 @@ from gradveil.attacks.cocktail import Cocktail
 from gradveil.attacks.dlg import DLG, IDLG
 from gradveil.attacks.fedavg import FedAvgInversion, Surrogate
 from gradveil.attacks.fishing import Fishing
-from gradveil.attacks.gradinversion import GradInversion
 from gradveil.attacks.gs import GS
 from gradveil.attacks.inverter import Inverter
 from gradveil.attacks.newton import Newton
@@ -31,7 +30,6 @@ __all__ = [
     "EmbeddingMatching",
     "FedAvgInversion",
     "Fishing",
-    "GradInversion",
     "Imprint",
     "Inverter",
     "Malicious",

@@ -301,7 +301,7 @@ class Analytic(Attack):
         f = prefix(seen.model, layer)
         rows = input_equations(seen.model, f, center, r.values, level[:, None], r.known, r.std)
         direction = DenseStep(prior) if prior.pixels <= DENSE else MatrixFree(prior, CG_STEPS)
-        solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-5), direction, slice(None))
+        solver = Solver(prior, Descent(self.steps), direction, slice(None))
         away = prior.draw(len(r.values) * self.restarts, rng).reshape(-1, self.restarts, prior.pixels)
         away[:, 0] = 0.0
         best = solver.best(rows, prior.center() + away)

@@ -1,6 +1,6 @@
 """Unroll the client's local steps and match the whole weight difference: what an update of FedAvg needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf
 from operator import attrgetter
@@ -21,7 +21,7 @@ from gradveil.losses import CrossEntropy
 from gradveil.ranges import Count, Positive, Weight
 from gradveil.step_rule import PLAIN
 from gradveil.tree import Params, parameters
-from gradveil.types import Observation, Reconstruction, Update, check_update
+from gradveil.types import Observation, Reconstruction, check_update
 
 
 @ATTACKS.register("surrogate")
@@ -48,16 +48,13 @@ class Surrogate(Attack):
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         search = adam_search(
-            self.steps, self.lr, self.tv, image_terms(self.bn), True, True, restarts=self.restarts, tol=self.tol,
+            self.steps, self.lr, self.tv, image_terms(self.bn), True, restarts=self.restarts, tol=self.tol,
             stack=_stack, own=1,
         )  # fmt: skip
-        return [_placed(found) for found in search.run(with_labels(at_one_model(seen), rngs), rngs)]
-
-
-def _placed(found: Reconstruction) -> Reconstruction:
-    """Name the number that was found beside the images: how far on the way from the first to the last weights."""
-    details = {name: value for name, value in found.details.items() if name != "own_0"}
-    return replace(found, details=details | {"place": 1 / (1 + exp(min(-found.details["own_0"], 700.0)))})
+        found = search.run(with_labels(at_one_model(seen), rngs), rngs)
+        for one in found:  # how far on the way from the first to the last weights
+            one.details["place"] = 1 / (1 + exp(min(-one.details.pop("own_0"), 700.0)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class FedAvgInversion(Attack):
                 stack=unrolled_stack,
             )  # fmt: skip
         return adam_search(
-            self.steps, self.lr, self.tv, image_terms(self.bn), True, True, restarts=self.restarts, tol=self.tol,
+            self.steps, self.lr, self.tv, image_terms(self.bn), True, restarts=self.restarts, tol=self.tol,
             stack=unrolled_stack,
         )  # fmt: skip
 
@@ -157,18 +154,11 @@ def _dealt(seen: Observation) -> Tensor:
 
 def unrolled_stack(seen: Sequence[Observation]) -> Matching:
     """Return the problems of a group with the local steps, where there are several, unrolled in their trials."""
-    if seen[0].update.num_steps == 1:
+    share = 1 / seen[0].update.num_steps
+    if share == 1:
         return Matching.of(seen)
     check_seen(seen)
-    plain = Matching.of([replace(s, simulate=None, update=_mean_step(s.update)) for s in seen])
-    return replace(plain, trial=_unrolled(seen[0], plain.names))
-
-
-def _mean_step(update: Update) -> Update:
-    return replace(update, gradient=tree.scale(update.gradient, 1 / update.num_steps), num_steps=1, rule=PLAIN)
-
-
-def _unrolled(seen: Observation, names: tuple[str, ...]) -> Callable[[Tensor, Tensor], Params]:
-    """Return x (P, N, *shape), y (P, N, K) -> the mean direction of the local steps, per problem."""
-    whole = trial_updates(seen, names, BLUR)
-    return lambda x, y: tree.scale(whole(x, y), 1 / seen.update.num_steps)
+    means = [replace(s.update, gradient=tree.scale(s.update.gradient, share), num_steps=1, rule=PLAIN) for s in seen]
+    plain = Matching.of([replace(s, simulate=None, update=mean) for s, mean in zip(seen, means, strict=True)])
+    whole = trial_updates(seen[0], plain.names, BLUR)
+    return replace(plain, trial=lambda x, y: tree.scale(whole(x, y), share))

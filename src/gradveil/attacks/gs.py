@@ -96,7 +96,7 @@ class GS(Attack):
     def _run(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         grid = self.tv if isinstance(self.tv, tuple) else (self.tv,)
         search = adam_search(
-            self.steps, self.lr, (min(grid),) if self._smoothness_known(seen[0]) else grid, self._terms, True, True,
+            self.steps, self.lr, (min(grid),) if self._smoothness_known(seen[0]) else grid, self._terms, True,
             restarts=self.restarts, tol=self.tol, start=self.start, tf32=self.tf32,
         )  # fmt: skip
         return search.run(seen, rngs)

@@ -23,9 +23,10 @@ from gradveil.attacks.gauss_newton.solver import WIDEST, BestStarts, DenseStep, 
 from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import pooled
-from gradveil.ranges import Bytes, Count, Positive, Whole
+from gradveil.ranges import Count, Positive, Whole
 from gradveil.types import Observation, Reconstruction
 
+MEMORY = 2e9  # bytes for the Jacobian, or for the problems that run together
 LITTLE = 2**18  # equations of an update, up to which what a problem takes need not be measured
 
 
@@ -47,27 +48,20 @@ class Newton(Attack):
     applies_to = (AppliesTo(model="small", default=""), AppliesTo())
 
     steps: Count = 60  # in all, at most
-    stage_steps: Count = 5  # at one noise floor, at most
     restarts: Count = 1  # the first from the prior's mean, others from draws of the prior
     floor: Positive = 3.0  # first noise floor, relative to the root mean square of each tensor's gradient
-    last_floor: Positive = 1e-5
     dense_limit: Whole = 1024  # unknowns up to which the Jacobian is written out
     cg_steps: Count = 60  # of conjugate gradients per step, beyond that
-    memory: Bytes = 2e9  # bytes for the Jacobian, or for the problems that run together
-
-    def __post_init__(self) -> None:
-        if self.last_floor > self.floor:
-            raise ValueError(f"last_floor={self.last_floor} must be at most floor={self.floor}")
 
     def reconstruct_many(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
         return in_groups(ready(seen, rngs, "newton"), rngs, problem_group, self._in_parts)
 
     def _in_parts(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        return in_parts(seen, rngs, len(seen), lambda part: self._solve(seen[part], rngs[part]))
+        def some(part: slice) -> list[Reconstruction]:
+            solved = self.solve(seen[part], rngs[part])
+            return [self.rebuilt(s, solved, b) for b, s in enumerate(seen[part])]
 
-    def _solve(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        solved = self.solve(seen, rngs)
-        return [self.rebuilt(s, solved, b) for b, s in enumerate(seen)]
+        return in_parts(seen, rngs, len(seen), some)
 
     def solve(self, seen: Sequence[Observation], rngs: Sequence[Generator], near: Tensor | None = None) -> "Solved":
         """Return the solution of one group of problems (see ``ready`` and ``problem_group``).
@@ -93,14 +87,13 @@ class Newton(Attack):
         with differentiating(first.model):
             parts = list(map(update_rows, rounds, guesses, alone))
         rows = stack(parts, prior.pixels, own)
-        dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= self.memory
+        dense = starts.shape[-1] <= self.dense_limit and rows.seen.shape[1] * starts.shape[-1] * 8 <= MEMORY
         direction = DenseStep(prior) if dense else MatrixFree(prior, self.cg_steps)
-        schedule = Descent(self.steps, self.stage_steps, self.floor, self.last_floor)
         entries = torch.cat([_entries(same[0], part.seen) for same, part in zip(rounds, parts, strict=True)])
-        solver = Solver(prior, schedule, direction, entries)
+        solver = Solver(prior, Descent(self.steps, first=self.floor), direction, entries)
         with differentiating(first.model):
             each = 8.0 * 40 * rows.seen.shape[1] if dense else self._bytes_each(rows, starts)
-            best = solver.best(rows, starts, together=max(1, int(self.memory / each)))
+            best = solver.best(rows, starts, together=max(1, int(MEMORY / each)))
         return Solved(prior, guesses[0], rows, best)
 
     def _bytes_each(self, rows: Rows, starts: Tensor) -> float:

@@ -78,7 +78,7 @@ class PatchSpan(Attack):
         own = Prior.of(alone, 0, next(model.parameters()).device)
         prior = replace(own, mean=torch.zeros_like(own.mean))  # of what a picture differs by from where it starts
         direction = DenseStep(prior) if prior.pixels <= DENSE else MatrixFree(prior, CG_STEPS)
-        solver = Solver(prior, Descent(self.steps, 5, 3.0, 1e-4), direction, slice(None))
+        solver = Solver(prior, Descent(self.steps, last=1e-4), direction, slice(None))
         apart = APART * float(own.draw(64, rng).norm(dim=1).mean())
         count, points, off = seen.num_examples, own.mean[:0, None], own.mean[:0]
         for again in range(self.restarts):

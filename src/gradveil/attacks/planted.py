@@ -63,7 +63,8 @@ def prepare(model: nn.Module, architecture: Architecture, count: int, public: Ba
     if architecture == "kept":
         rows, back = _first_pair(copied)
         with torch.no_grad(), quiet(copied):
-            return Planting(copied, rows, back, prefix(copied, _path_of(copied, rows))(x))
+            path = next(path for path, module in copied.named_modules() if module is rows)
+            return Planting(copied, rows, back, prefix(copied, path)(x))
     planting = _in_front(copied, x, count)
     with torch.no_grad():
         noise = torch.randn(planting.back.weight.shape, generator=rng, device=rng.device).to(x)
@@ -97,11 +98,6 @@ def _first_pair(model: nn.Module) -> tuple[nn.Linear, nn.Linear]:
         f"{type(model).__name__} does not begin with two fully connected layers and a ReLU between them, so no rows "
         f"can be planted in it as it is. Use architecture=changed, which puts a block in front."
     )
-
-
-def _path_of(model: nn.Module, layer: nn.Module) -> str:
-    paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-    return paths[layer]
 
 
 @dataclass(frozen=True)

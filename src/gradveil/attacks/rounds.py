@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import log, pi
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.errors import AttackError
 from gradveil.tree import Params
@@ -60,7 +60,7 @@ def mean_round(rounds: Sequence[Observation]) -> Observation:
         have = [s for s in rounds if name in s.update.gradient]
         sure = [s for s in have if not s.noise.get(name)]  # beside these, the noisy ones say nothing
         told = torch.stack([s.update.gradient[name] for s in sure or have])
-        sizes = torch.stack([_precision(s, name) for s in sure or have])
+        sizes = torch.stack([entry_weights(s, name) / (s.noise.get(name) or 1.0) ** 2 for s in sure or have])
         total = sizes.sum(0)
         most = total.max().clamp_min(torch.finfo(total.dtype).tiny)
         gradient[name] = (sizes * told).sum(0) / total.where(total > 0, torch.ones_like(total))
@@ -69,11 +69,6 @@ def mean_round(rounds: Sequence[Observation]) -> Observation:
         if not sure:
             noise[name] = float(most) ** -0.5
     return replace(first, update=replace(first.update, gradient=gradient), weights=weights, noise=noise, rounds=())
-
-
-def _precision(s: Observation, name: str) -> Tensor:
-    """Return how much each entry of a tensor tells, shaped like it: its weight over the variance of its noise."""
-    return entry_weights(s, name) / (s.noise.get(name) or 1.0) ** 2
 
 
 def entry_weights(s: Observation, name: str) -> Tensor:
@@ -87,16 +82,11 @@ def _alike(a: Observation, b: Observation) -> bool:
     trained = [(s.update.num_steps, s.update.lr, s.update.batch_size, s.update.rule, s.loss) for s in (a, b)]
     if trained[0] != trained[1] or a.simulate is not b.simulate or a.simulate_on != b.simulate_on:
         return False
-    return _same_weights(a.model, b.model)
-
-
-def _same_weights(a: nn.Module, b: nn.Module) -> bool:
-    if a is b:
+    if a.model is b.model:
         return True
-    mine, other = a.state_dict(), b.state_dict()
-    if type(a) is not type(b) or a.training != b.training or mine.keys() != other.keys():
-        return False
-    return all(value.shape == other[n].shape and torch.equal(value, other[n]) for n, value in mine.items())
+    mine, other = a.model.state_dict(), b.model.state_dict()
+    alike = type(a.model) is type(b.model) and a.model.training == b.model.training and mine.keys() == other.keys()
+    return alike and all(torch.equal(value, other[n]) for n, value in mine.items())
 
 
 FLOOR = 1e-3  # of a tensor's root mean square: closer than this nothing is told apart

@@ -1,6 +1,6 @@
 """Rows of a table from several starts that are pooled cell by cell (TabLeak, Vero et al. 2023)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,8 +45,13 @@ class TabLeak(Attack):
 
     def _all_starts(self, seen: list[Observation], rngs: list[Generator]) -> list[list[Reconstruction]]:
         table = _table(seen[0])
+
+        def stack(seen: Sequence[Observation]) -> Matching:  # what is searched for are free numbers behind the rows
+            plain = unrolled_stack(seen)
+            return replace(plain, trial=lambda x, y: plain.trial(in_range(table, x), y))
+
         start = "uniform" if table.scaling is None else "normal"
-        search = adam_search(self.steps, self.lr, tol=self.tol, start=start, stack=_relaxing(table))
+        search = adam_search(self.steps, self.lr, tol=self.tol, start=start, stack=stack)
         each = [child for rng in rngs for child in children_of(rng, self.starts)]
         found = search.run([s for s in seen for _ in range(self.starts)], each)
         return [found[i : i + self.starts] for i in range(0, len(found), self.starts)]
@@ -92,13 +97,3 @@ def in_range(table: Table, free: Tensor) -> Tensor:
         free = mean + std * free
     kept = free + (free.clamp(0.0, 1.0) - free).detach()
     return table.relaxed(torch.where(table.numeric[table.owner].to(free.device), kept, free))
-
-
-def _relaxing(table: Table) -> Callable[[Sequence[Observation]], Matching]:
-    """Return how observations are stacked: what is searched for are free numbers behind the rows."""
-
-    def stack(seen: Sequence[Observation]) -> Matching:
-        plain = unrolled_stack(seen)
-        return replace(plain, trial=lambda x, y: plain.trial(in_range(table, x), y))
-
-    return stack

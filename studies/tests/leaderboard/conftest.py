@@ -6,7 +6,7 @@ from gradveil_studies.leaderboard import board, entries
 from gradveil_studies.leaderboard.entries import Panel
 
 NETWORK = "lenet:activation=relu,init=kaiming,strides=2/2,width=4"
-NEWTON = "newton:steps=4,stage_steps=2"
+NEWTON = "newton:steps=4"
 TINY = Panel("digits", 6, 3, per_class=8, rounds=4, lr=0.2, seeds=2, victims=2, pairs=40, newton=NEWTON, model=NETWORK)
 
 

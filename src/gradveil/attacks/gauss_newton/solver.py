@@ -125,9 +125,9 @@ class Descent:
     """How the floor falls, and when to stop."""
 
     steps: int  # in all, at most
-    stage_steps: int  # at one floor, at most
-    first: float  # floor, relative to the root mean square of each tensor
-    last: float
+    stage_steps: int = 5  # at one floor, at most
+    first: float = 3.0  # floor, relative to the root mean square of each tensor
+    last: float = 1e-5
     tolerance: float = 0.05  # a stage ends when a step gains less, relatively
     slowest: float = 3.0  # by which the floor is divided between stages, at least
     fastest: float = 30.0  # and at most

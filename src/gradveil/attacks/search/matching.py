@@ -58,7 +58,7 @@ class Matching:
         first = seen[0]
         names = tuple(n for n in parameters(first.model) if any(n in s.visible for s in seen))
         like = parameters(first.model)
-        target = {n: _side_by_side([_target(s, n, like[n]) for s in seen]) for n in names}
+        target = {n: _targets(seen, n, like[n]) for n in names}
         each = [_weights(s, names, like) for s in seen]
         weights = {n: _stacked([w[n] for w in each]) for n in names}
         weights = {n: w for n, w in weights.items() if not bool((w == 1).all())}
@@ -145,13 +145,10 @@ def cosine_distance(matching: Matching, trial: Params) -> tuple[Tensor, Params]:
     return 1 - inner * scale, matching.as_tensors(slopes)
 
 
-def _side_by_side(tensors: list[Tensor]) -> Tensor:
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)  # an update can be a gigabyte
-
-
-def _target(s: Observation, name: str, like: Tensor) -> Tensor:
-    g = s.update.gradient.get(name)
-    return torch.zeros_like(like) if g is None else g.detach().to(like)
+def _targets(seen: Sequence[Observation], name: str, like: Tensor) -> Tensor:
+    found = [s.update.gradient.get(name) for s in seen]
+    each = [torch.zeros_like(like) if g is None else g.detach().to(like) for g in found]
+    return each[0][None] if len(each) == 1 else torch.stack(each)  # an update can be a gigabyte
 
 
 def _weights(s: Observation, names: tuple[str, ...], like: Params) -> Params:
@@ -267,10 +264,8 @@ class MatchingObjective:
         if not moving:
             return value, torch.zeros_like(point)
         outs, slopes_of = zip(*moving, strict=True)
-        (gradient,) = torch.autograd.grad(
-            outs, z, slopes_of, materialize_grads=True
-        )  # the images may have no say either
-        return value, gradient
+        # The images may have no say either.
+        return value, torch.autograd.grad(outs, z, slopes_of, materialize_grads=True)[0]
 
     def residual(self, point: Tensor) -> Tensor:
         with torch.no_grad():
@@ -301,41 +296,6 @@ class TotalVariation:
 
     def take(self, rows: Tensor) -> "TotalVariation":
         return self if isinstance(self.weight, float) else TotalVariation(self.weight.index_select(0, rows))
-
-
-@dataclass(frozen=True)
-class Energy:
-    """weight x mean square of the images' distance from a point: keeps them from running away."""
-
-    weight: float
-    centre: float = 0.0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.weight * (x - self.centre).square().flatten(1).mean(1)
-
-    def take(self, rows: Tensor) -> "Energy":
-        return self
-
-
-@dataclass(frozen=True)
-class GroupConsistency:
-    """weight x mean square of the distance to the mean over the starts of the same update (Yin et al. 2021)."""
-
-    weight: float
-    owner: Tensor  # (P,) which update a start belongs to
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the term per problem (P,); the group's mean counts as fixed."""
-        flat = x.flatten(1)
-        count = int(self.owner.shape[0])
-        total = torch.zeros_like(flat).index_add(0, self.owner, flat.detach())
-        size = flat.new_zeros(count).index_add(0, self.owner, flat.new_ones(count))
-        mean = (total / size.clamp_min(1)[:, None]).index_select(0, self.owner)
-        return self.weight * (flat - mean).square().mean(1)
-
-    def take(self, rows: Tensor) -> "GroupConsistency":
-        _, owner = self.owner.index_select(0, rows).unique(return_inverse=True)
-        return GroupConsistency(self.weight, owner)
 
 
 SENT = 0.1  # the weight beside a distance of at most 2, unless told otherwise
@@ -395,23 +355,9 @@ class SentStatistics:
         return replace(self, client=pick(self.client, rows))
 
 
-def running_statistics(model: nn.Module) -> Params:
-    """Return the running statistics of the global model by buffer name, which images like others keep to."""
-    return {
-        f"{layer}.{name}": norm.get_buffer(name).detach()
-        for layer, norm in batch_norms(model).items()
-        for name in ("running_mean", "running_var")
-    }
-
-
-def statistics_term(
-    seen: Sequence[Observation], owner: Tensor, weight: float, running: bool = False
-) -> tuple[SentStatistics, ...]:
-    """Return the term for problems of these owners, where every client sent its statistics; else nothing, or the term
-    with the model's ``running`` ones (Yin et al. 2021)."""
+def statistics_term(seen: Sequence[Observation], owner: Tensor, weight: float) -> tuple[SentStatistics, ...]:
+    """Return the term for problems of these owners, where every client sent its statistics; else nothing."""
     known = [sent_statistics(s) for s in seen] if weight > 0 else [{}]
-    if running and weight > 0 and not all(known):
-        known = [running_statistics(s.model) for s in seen]
     if not all(known):
         return ()
     stacked = {n: torch.stack([k[n] for k in known])[owner.to(v.device)] for n, v in known[0].items()}

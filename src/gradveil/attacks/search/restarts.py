@@ -235,17 +235,20 @@ def image_terms(bn: float) -> Terms:
 
 
 def adam_search(
-    steps: int, lr: float, tv: float | tuple[float, ...] = 0.0, terms: Terms = no_terms, signed: bool = False,
-    boxed: bool = False, distance: Distance = cosine_distance, **more: Any,
-) -> "Search":  # fmt: skip
-    """Return a search of so many evaluations by Adam to its last step, whose distance is a share; ``more``: of it."""
+    steps: int, lr: float, tv: float | tuple[float, ...] = 0.0, terms: Terms = no_terms, pixels: bool = False,
+    **more: Any,
+) -> Search:  # fmt: skip
+    """Return a search for a direction, of so many evaluations by Adam to its last step; ``more``: settings of it.
+
+    Pixels go by signed steps within the bounds (Geiping et al. 2020), other numbers freely.
+    """
 
     def optimiser(unknowns: Unknowns, count: int) -> Adam:
-        return Adam(count, lr, signed, unknowns.pixels if boxed else 0, unknowns.bounds)
+        return Adam(count, lr, pixels, unknowns.pixels if pixels else 0, unknowns.bounds)
 
     grid = tv if isinstance(tv, tuple) else (tv,)
     more |= {"stop": False, "patience": steps, "scaled": False, "penalties": terms, "tv": grid}
-    return Search(distance, optimiser, steps, **more)
+    return Search(cosine_distance, optimiser, steps, **more)
 
 
 def children_of(rng: Generator, count: int) -> list[Generator]:
