@@ -135,3 +135,15 @@ def test_figures_may_come_later_and_the_page_says_what_the_promise_means(tmp_pat
     assert "<td>0.5000</td>" in page
     assert "right at most 69 times in 100" in page  # Φ(1/2)
     assert "The noise was simulated, which protects nobody." in page
+    assert "gradveil.counted" not in page
+
+
+def test_a_promise_that_says_little_is_not_called_fine(tmp_path: Path) -> None:
+    monitor = RunMonitor(tmp_path / "run", MonitorSettings("own", "veil:z=1,clip=1"))
+    monitor.add(1, NodeReport("a", True, noise="secret", spent=9.0))
+    monitor.end(1)
+    monitor.close()
+    page = write_report(tmp_path / "run").read_text()
+    assert "A record lost more than μ = 2" in page
+    assert "telling which records a step is of (gradveil.counted)" in page
+    assert "Nothing stands out" not in page

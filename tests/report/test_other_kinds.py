@@ -79,4 +79,8 @@ def test_the_page_shows_a_typical_one_and_the_worst_without_pictures(browser: An
     hero = page.locator(".hero.rows")
     assert hero.locator(".got").count() == 8  # two examples of four cells, all right
     assert page.locator(".card details").count() == 2
+    folded = page.locator("#pictures details .cells, #pictures details .texts")
+    assert folded.count() == page.locator("#pictures .cells, #pictures .texts").count() > 0
+    assert not folded.first.is_visible()
+    assert not page.locator("#table table").is_visible()
     page.close()

@@ -106,6 +106,11 @@ def _advice(rows: Sequence[Row], nodes: Sequence[Row], settings: Row) -> str:
     if reasons:
         why, count = reasons.most_common(1)[0]
         return f"Look at what was refused most: {count} replies for {why!r}."
+    if max((row["mu"] or 0.0 for row in rows), default=0.0) > 2:
+        return (
+            "A record lost more than μ = 2, up to which no attack was measured to get nearer than a blind guess. More "
+            "noise, fewer rounds, or telling which records a step is of (gradveil.counted) lowers it: gradveil plan."
+        )
     if not settings.get("required") and nodes:
         return "No defence is required of the nodes. require_defense= refuses replies that do not state one."
     return "Nothing stands out. A leak check that finds nothing speaks of its own attack alone."
