@@ -71,7 +71,10 @@ def test_a_promise_is_recommended_where_its_noise_is_planned_to_cost_little(tmp_
 def test_where_settings_are_not_enough_no_defence_keeps_both(tmp_path: Path) -> None:
     rows = [change(0.4), change(0.05, "a cohort of 13 clients", "", tier="aggregate")]
     found = advised(tmp_path / "run", "none", BROKEN, more=rows)
-    assert "No defence here keeps both for this client: it takes the changes below, up to a cohort of 13" in found.text
+    assert (
+        "No defence here keeps both secrets and accuracy for this client: it takes the changes below, up to a cohort of 13"
+        in found.text
+    )
     assert found.command.startswith("gradveil plan --promise reconstruction --cohort 13 --records 144 --batch-size 0")
     assert change_table(rows)[1:][-1][-1] == "two points or less"
     assert change_table([]) == []

@@ -172,7 +172,9 @@ class OthersKnown:
         started, model = time.monotonic(), copy.deepcopy(self.model).train().cpu()
         used = [p for p in self.passes if p.slopes is not None]
         if self.unlike:
-            raise AttackError(f"The client trains with {self.unlike}, whose update is not a sum of its gradients: plain SGD can be checked.")
+            raise AttackError(
+                f"The client trains with {self.unlike}, whose update is no sum of gradients; plain SGD's is."
+            )
         if not all(p.weights for p in used):
             raise AttackError("The client took too many steps for its weights to be kept.")
         whole: Params = {}
