@@ -72,7 +72,7 @@ def test_where_settings_are_not_enough_no_defence_keeps_both(tmp_path: Path) -> 
     rows = [change(0.4), change(0.05, "a cohort of 13 clients", "", tier="aggregate")]
     found = advised(tmp_path / "run", "none", BROKEN, more=rows)
     assert (
-        "No defence here keeps both secrets and accuracy for this client: it takes the changes below, up to a cohort of 13"
+        "No defence here keeps both, privacy and accuracy: it takes the changes below, up to a cohort of 13"
         in found.text
     )
     assert found.command.startswith("gradveil plan --promise reconstruction --cohort 13 --records 144 --batch-size 0")

@@ -136,7 +136,9 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any], rows: Sequence[
         return Advice(text, _cost(best), train_command(config, best.defense))
     if priced and len(priced) == len(holding):
         best = max(priced, key=lambda v: v.accuracy or 0.0)
-        first = f"No defence here keeps both secrets and accuracy: {name_of(best.defense)} held, and it costs too much."
+        first = (
+            f"No defence here keeps both, privacy and accuracy: {name_of(best.defense)} held, and it costs too much."
+        )
         return _planned(first, _cost(best), config, rows)
     if holding:
         open_ = max(holding, key=lambda v: (v in tried, v.accuracy or 0.0))
@@ -158,7 +160,7 @@ def advice(judged: Sequence[Verdict], config: Mapping[str, Any], rows: Sequence[
 
 def _planned(first: str, cost: str, config: Mapping[str, Any], rows: Sequence[Row]) -> Advice:
     """Return a promise whose noise is planned to cost this client little; where settings alone do not get there, that
-    no defence here keeps both secrets and accuracy, and what it takes."""
+    no defence here keeps both, and what it takes."""
     changes = [row for row in rows if row["kind"] == "change"]
     enough = next((row for row in changes if row["together"] <= row["limit"]), None)
     if enough is None:
@@ -169,7 +171,7 @@ def _planned(first: str, cost: str, config: Mapping[str, Any], rows: Sequence[Ro
     )
     cost = f"{cost} Planned for this client: {noise}.".strip()
     if not enough["by_settings"]:
-        text = f"{first} No defence here keeps both secrets and accuracy for this client: it takes the changes below, up to {enough['what']}."
+        text = f"{first} No defence here keeps both, privacy and accuracy: it takes the changes below, up to {enough['what']}."
         return Advice(text, cost, plan_command(config, enough))
     what = f", with the changes below up to {enough['what']}" if enough["how"] else ""
     options = {name: value for name, value in enough["options"].items() if name != "tier"}
