@@ -171,7 +171,8 @@ def _planned(first: str, cost: str, config: Mapping[str, Any], rows: Sequence[Ro
     )
     cost = f"{cost} Planned for this client: {noise}.".strip()
     if not enough["by_settings"]:
-        text = f"{first} No defence here keeps both, privacy and accuracy: it takes the changes below, up to {enough['what']}."
+        text = f"{first} No defence here keeps both, privacy and accuracy: it takes the changes below, up to"
+        text = f"{text} {enough['what']}."
         return Advice(text, cost, plan_command(config, enough))
     what = f", with the changes below up to {enough['what']}" if enough["how"] else ""
     options = {name: value for name, value in enough["options"].items() if name != "tier"}
