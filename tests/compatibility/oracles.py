@@ -295,12 +295,6 @@ def check_change(name: str, model: Model, r: Tensor, changed: Tensor) -> None:
     if name in ("representation", "compose"):
         must_not_answer(model)
         _check_ranking(exact.scores, zeroed, live, model)
-    if name == "representation_pseudoinverse":
-        must_not_answer(model)
-        columns = torch.stack([_inverse(j).norm(dim=0) for j in exact.jacobian])
-        _check_ranking(columns * r.abs(), zeroed, live, model)
-    if name == "representation_subset":
-        must_not_answer(model)
 
 
 def _inverse(jacobian: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from gradveil.types import Batch, Observation, Update
 
 SPECS = [
     *DEFENSES.names(), "representation+gaussian:scale=0.1", "representation_direction:p=inf",
-    "representation_authors:offset=0.1", "representation:layer=2/5,scope=batch", "pruning:per=global,on=update",
+    "representation_authors:offset=0.1", "representation:layer=2/5", "pruning:per=global,on=update",
     "laplace:on=weights,relative=true,per=tensor", "gaussian:relative=true,on=update", "qsgd:levels=1,norm=max",
     "pruning:share=0.5+qsgd", "pruning+qsgd:levels=4,norm=max,on=update", "representation+qsgd",
 ]  # fmt: skip

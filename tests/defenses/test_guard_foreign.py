@@ -222,7 +222,7 @@ def counting(m: Foreign, x: Tensor) -> Tensor:
     return m.a(x) * m.calls
 
 
-SCORED = [SPEC, "representation_authors:share=0.5,layer=fc", "representation_subset:share=0.5,layer=fc"]
+SCORED = [SPEC, "representation_authors:share=0.5,layer=fc", "representation_direction:share=0.5,layer=fc"]
 
 
 @pytest.mark.parametrize("spec", SCORED)

@@ -23,7 +23,7 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "spec", [REPRESENTATION, "random_mask", "representation:layer=2", "pruning:share=0.5", "gaussian", "decoy",
-             "representation_authors", "representation_subset"],
+             "representation_authors", "representation_direction"],
 )  # fmt: skip
 def test_a_guarded_loop_is_the_same_on_the_gpu(spec: str, model: nn.Module, batch: Batch) -> None:
     there = copy.deepcopy(model).cuda()

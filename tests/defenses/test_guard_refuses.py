@@ -117,7 +117,7 @@ def test_an_error_in_the_forward_pass_leaves_the_guard_usable(batch: Batch) -> N
 @pytest.mark.parametrize(
     "spec",
     [
-        "representation:share=0", "random_mask:count=0", "representation_subset:share=0",
+        "representation:share=0", "random_mask:count=0",
         "representation_authors:share=0", "representation_direction:share=0", "pruning:share=0",
         "pruning:share=0,on=update", "gaussian:scale=0",
         "laplace:scale=0,on=weights", "decoy:floor=0", "representation:share=0+gaussian:scale=0",

@@ -27,8 +27,6 @@ KINDS = {
     "representation_authors": "representation_authors:share=0.4",
     "representation_certified": "representation_certified:target_mse=1e-7,kind=global",
     "representation_direction": "representation_direction:share=0.4",
-    "representation_pseudoinverse": "representation_pseudoinverse:share=0.4",
-    "representation_subset": "representation_subset:share=0.4",
     "random_mask": "random_mask:share=0.4",
     "decoy": "decoy",
     "pruning": "pruning:share=0.5",

@@ -8,7 +8,6 @@ from gradveil.defenses.masking import RandomMask
 from gradveil.representation.selection import (
     largest,
     largest_live,
-    largest_live_together,
     last_by_rank,
     last_by_top,
 )
@@ -53,15 +52,6 @@ def test_a_live_entry_with_score_zero_comes_before_a_dead_one() -> None:
 def test_an_entry_without_a_score_is_taken_first() -> None:
     mask = largest_live(torch.ones(1, 3), torch.tensor([[1.0, torch.nan, 2.0]]), 1)
     assert mask.tolist() == [[False, True, False]]
-
-
-def test_one_mask_for_the_batch_takes_the_largest_sums_of_live_scores() -> None:
-    r = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
-    scores = torch.tensor([[1.0, 100.0, 2.0, 100.0], [1.0, 2.5, 2.0, 100.0]])  # dead ones must not count
-
-    mask = largest_live_together(r, scores, 2)
-
-    assert mask.tolist() == [[False, True, True, False]] * 2
 
 
 @pytest.mark.parametrize(

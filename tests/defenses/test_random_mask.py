@@ -30,9 +30,3 @@ def test_the_seed_decides_and_each_example_has_a_mask_of_its_own(model: nn.Modul
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first[0] == 0, first[1] == 0)
-
-
-def test_one_mask_for_the_batch_when_the_scope_is_the_batch(model: nn.Module, rng: Generator) -> None:
-    x = torch.rand(3, 1, 8, 8)
-    changed = RandomMask(scope="batch").perturb(model, "5", x, representation(model, "5", x), rng)
-    assert torch.equal(changed[0] == 0, changed[2] == 0)

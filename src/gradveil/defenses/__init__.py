@@ -15,12 +15,8 @@ from gradveil.defenses.pruning import Pruning
 from gradveil.defenses.representation import (
     RepresentationAuthors,
     RepresentationCertified,
-    RepresentationPerturbation,
-)
-from gradveil.defenses.representation_objective import (
     RepresentationDirection,
-    RepresentationPseudoinverse,
-    RepresentationSubset,
+    RepresentationPerturbation,
 )
 from gradveil.defenses.veil import Veil
 from gradveil.protection.defense import Accounted, Defense, NoDefense, PerRound
@@ -48,8 +44,6 @@ __all__ = [
     "RepresentationCertified",
     "RepresentationDirection",
     "RepresentationPerturbation",
-    "RepresentationPseudoinverse",
-    "RepresentationSubset",
     "Sign",
     "Veil",
 ]

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from gradveil.privacy.noise import Source, uniform
 from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.protection.passes import weight_name
 from gradveil.ranges import Share, Whole
-from gradveil.representation.selection import largest_live, largest_live_together
+from gradveil.representation.selection import largest_live
 from gradveil.tree import parameters
 
 Layers = tuple[str, ...] | str | None
@@ -52,8 +52,8 @@ def _divide(model: nn.Module, defended: tuple[str, ...]) -> list[Countermeasure]
 
 
 @dataclass(frozen=True)
-class EntryDefense(LayerDefense):
-    """Zero so many entries of r; a subclass chooses which."""
+class LayerMask(LayerDefense):
+    """Zero the entries of r that rank highest, example by example; a subclass ranks them."""
 
     share: Share = 0.4  # of the entries of r, per example: the paper's epsilon / L
     count: Whole | None = None  # that many entries, in place of a share
@@ -71,13 +71,6 @@ class EntryDefense(LayerDefense):
     def asked(self, model: nn.Module, layer: str, r: Tensor) -> int:
         return len(r) * self.budget(r)
 
-
-@dataclass(frozen=True)
-class LayerMask(EntryDefense):
-    """Zero the entries of r that rank highest; a subclass ranks them."""
-
-    scope: Literal["sample", "batch"] = "sample"  # every example its own mask (the paper), or one for the batch
-
     @abstractmethod
     def ranking(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         """Return a key for each entry (N, L), zero or more: the largest are zeroed first."""
@@ -86,8 +79,7 @@ class LayerMask(EntryDefense):
         flat, count = r.flatten(1), self.budget(r)  # (N, L)
         if count == 0:
             return r
-        choose = largest_live if self.scope == "sample" else largest_live_together
-        chosen = choose(flat, self.ranking(model, layer, x, r, rng), count)
+        chosen = largest_live(flat, self.ranking(model, layer, x, r, rng), count)
         return flat.masked_fill(chosen, 0.0).view_as(r)
 
 

@@ -1,7 +1,7 @@
 """The paper's defence: zero the entries of the representation that give most of the input away; and its kin."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,10 @@ from gradveil.defenses.masking import LayerDefense, LayerMask, Layers
 from gradveil.errors import DefenseError
 from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES
-from gradveil.ranges import MOST, Among, Norm, Positive, Range, Share
+from gradveil.ranges import MOST, Among, Norm, Positive, Range, Share, Weight
+from gradveil.representation.layers.rules.base import wide
 from gradveil.representation.scores import METHODS, leak_scores, row_norms
+from gradveil.representation.selection import PseudoInverse, best_direction, jacobian, zeroed, zeroing_order
 
 Method = Annotated[str, Among(METHODS)]
 
@@ -70,10 +72,6 @@ class RepresentationAuthors(LayerDefense):
         return flat.masked_fill(sums.abs() < threshold, 0.0).view_as(r)
 
 
-if TYPE_CHECKING:
-    from gradveil.representation.certificates.base import Kind
-
-
 @DEFENSES.register("representation_certified")
 @dataclass(frozen=True)
 class RepresentationCertified(LayerDefense):
@@ -93,13 +91,12 @@ class RepresentationCertified(LayerDefense):
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         from gradveil.representation.certificates.certify import needed_counts
-        from gradveil.representation.selection import zeroed, zeroing_order
 
         _check(model, x)
         flat, p = r.flatten(1), float(self.p)  # (N, L)
         order = zeroing_order(flat, leak_scores(model, layer, x, method=self.method, p=p, seen=r))
         with torch.no_grad():
-            needed = needed_counts(model, layer, x, flat, order, self.target_mse, cast("Kind", self.kind), p)
+            needed = needed_counts(model, layer, x, flat, order, self.target_mse, self.kind, p)
         if not needed.reachable:
             raise DefenseError(
                 f"No share reaches target_mse={self.target_mse:g} by kind={self.kind} and p={p:g}: with all of the "
@@ -124,3 +121,33 @@ def _check(model: nn.Module, x: Tensor) -> None:
             f"{float(x.max()):.3g}]. Put the normalisation into the model as its first layer; token ids have no "
             "pixels: defend text with veil, gaussian or pruning."
         )
+
+
+@DEFENSES.register("representation_direction")
+@dataclass(frozen=True)
+class RepresentationDirection(LayerDefense):
+    """Move the representation by share × ||r||_q in the direction that moves the input most, example by example."""
+
+    title = "A direction of a layer hidden"
+
+    share: Share = 0.4  # of ||r||_q: how far r is moved
+    layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
+    q: Norm = 2  # the norm of the move: 1, 2 or inf
+    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
+    rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
+    clip: bool = False  # keep r' within the range of r, so that no value gives the change away
+
+    def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
+        if not self.share:
+            return r
+        inverses = [PseudoInverse.of(wide(j), self.rcond) for j in jacobian(model, layer, x, r)]
+        moved = [self._moved(a, wide(row)) for a, row in zip(inverses, r.flatten(1), strict=True)]
+        return torch.stack(moved).view_as(r)
+
+    def _moved(self, inverse: PseudoInverse, r: Tensor) -> Tensor:
+        if not len(inverse.values):
+            return r  # the input does not move r at all
+        u = best_direction(inverse, self.p, self.q).to(r.dtype)  # (L,)
+        sign = -1.0 if torch.dot(u, r) > 0 else 1.0  # both do the same to first order: take the one that shrinks r
+        moved: Tensor = r + sign * self.share * torch.linalg.vector_norm(r, self.q) * u
+        return moved.clamp(r.min(), r.max()) if self.clip else moved

@@ -51,7 +51,7 @@ def _perturbing(defense: Defense) -> list[RepresentationPerturbation]:
 
 def _is_plain(defense: RepresentationPerturbation) -> bool:
     """Whether the defence is the paper's rule; share, count and layer may differ from client to client."""
-    return defense.scope == "sample" and defense.p == 2 and defense.method in ("auto", "exact")
+    return defense.p == 2 and defense.method in ("auto", "exact")
 
 
 class Masks:

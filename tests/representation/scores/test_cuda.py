@@ -103,7 +103,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, no_device: None) -> type[_Fake]:
 def _replayed(model: nn.Module, layer: str, x: Tensor, name: str = "exact") -> Tensor:
     layers = walkable(model, layer, x)
     assert layers is not None
-    return cuda.replayed_chain(model, layers, x, Method(name)).norms[2.0]
+    return cuda.replayed(model, layers, x, Method(name)).norms[2.0]
 
 
 @pytest.mark.parametrize("name", ["exact", "moment", "sketch", "auto"])

@@ -6,7 +6,9 @@ Explicit as a tape, where tensors are nodes and operations are linear maps betwe
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, count, islice
@@ -79,6 +81,32 @@ class Jacobian(ABC):
                     "over the first dimension?), so no entry belongs to one example. Normalise with nn.BatchNorm, "
                     "detach what is taken over the batch, or give one example at a time."
                 )
+
+    def check_seen(self, seen: Tensor | None) -> None:
+        """Raise where r is another representation than the one seen before, rounding aside."""
+        if seen is None or _changed.get():
+            return
+        off = (wide(self.r.detach()).flatten() - seen.detach().flatten()).abs().max()
+        if bool(off > _SAME * seen.abs().max()):
+            raise ScoreError(
+                f"The model gives another representation when it runs on the same batch again (off by {float(off):.2g})"
+                ", so its scores would be those of another pass: it counts its calls, or draws random numbers that are "
+                "not torch's own. Keep what changes in buffers, and draw from torch's default generator."
+            )
+
+
+_SAME = 0.05  # of the largest entry: what half precision may do to a representation
+_changed = ContextVar("changed", default=False)
+
+
+@contextmanager
+def already_changed() -> Iterator[None]:
+    """Within, the representation that was seen is what another defence left of the model's own."""
+    token = _changed.set(True)
+    try:
+        yield
+    finally:
+        _changed.reset(token)
 
 
 @dataclass(frozen=True)

@@ -31,18 +31,6 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Performed:
-    """One call that the dispatcher saw, of whatever tensors."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outs: tuple[Any, ...]
-    rule: Rule | None  # of an operation that x goes through
-    made: tuple[tuple[int, int], ...]  # outputs that depend on x: which, and the place of the operation
-
-
-@dataclass(frozen=True)
 class Graph:
     """A forward pass from x, the first of the operations, to r."""
 
@@ -52,8 +40,6 @@ class Graph:
     r: Tensor
     steps: list[tuple[Any, ...]]  # name, whether torch differentiates it, parents, arguments, shapes
     read: str | None  # what handed values that depend on x to Python, where anything did
-    calls: list[Performed]  # all of them in order, where they were asked for
-    state: dict[str, Tensor]  # what stood in for parameters and buffers
 
     @property
     def structure(self) -> int:
@@ -65,7 +51,11 @@ class Graph:
         """Return the pass at this point as linear maps, or the name of an operation on the way that has none."""
         if self.end is None:
             return "an operation that hides its input"
-        place = {old: new for new, old in enumerate(self.on_the_way())}
+        wanted = {self.end}
+        for at in range(self.end, -1, -1):
+            if at in wanted:
+                wanted.update(edge.source for edge in self.operations[at].edges or ())
+        place = {old: new for new, old in enumerate(sorted(wanted))}
         nodes = []
         for operation in map(self.operations.__getitem__, place):
             if operation.edges is None:
@@ -74,33 +64,20 @@ class Graph:
             nodes.append(Node(operation.shape, edges))
         return Tape(tuple(nodes), self.x, self.r)
 
-    def on_the_way(self) -> list[int]:
-        """Return the operations that lead from x to r, in order."""
-        assert self.end is not None
-        wanted = {self.end}
-        for at in range(self.end, -1, -1):
-            if at in wanted:
-                wanted.update(edge.source for edge in self.operations[at].edges or ())
-        return sorted(wanted)
 
-
-def record(model: nn.Module, layer: str, x: Tensor, *, everywhere: bool = False, calls: bool = False) -> Graph:
+def record(model: nn.Module, layer: str, x: Tensor, *, everywhere: bool = False) -> Graph:
     """Return the forward pass from x to the layer's input.
 
     The model runs as it is: any control flow, hooks, dropout masks of the current random state. By default what
     matters is the derivative at x, as torch takes it; ``everywhere``, what the operations are for any input. Then
-    nothing that was computed from x counts as a constant, and every operation gets its step. ``calls``: keep every
-    call, of operations that x has no part in as well.
+    nothing that was computed from x counts as a constant, and every operation gets its step.
     """
     with torch.set_grad_enabled(not everywhere):  # nothing here asks for gradients: only the model's own blocks show
-        recorder, state = Recorder(x.detach().clone(), everywhere, calls), copied_state(model)
+        recorder, state = Recorder(x.detach().clone(), everywhere), copied_state(model)
         with recorder, _Reads(recorder) if everywhere else plain_attention():
             r = input_of(model, layer, recorder.x, state)
         end = recorder.place(r)
-        seen = recorder.calls or []
-        return Graph(
-            tuple(recorder.operations), end, recorder.x, r.detach(), recorder.steps, recorder.read, seen, state
-        )
+        return Graph(tuple(recorder.operations), end, recorder.x, r.detach(), recorder.steps, recorder.read)
 
 
 class Recorder(TorchDispatchMode):
@@ -111,9 +88,8 @@ class Recorder(TorchDispatchMode):
     what is done without gradients: by ``torch.no_grad``, or by a function that brings its own derivative.
     """
 
-    def __init__(self, x: Tensor, everywhere: bool, calls: bool = False) -> None:
+    def __init__(self, x: Tensor, everywhere: bool) -> None:
         super().__init__()
-        self.calls: list[Performed] | None = [] if calls else None
         self.x = x
         self.everywhere = everywhere
         self.operations = [Operation("input", tuple(x.shape), edges=())]
@@ -145,15 +121,10 @@ class Recorder(TorchDispatchMode):
         own = self.everywhere or torch.is_grad_enabled()
         if not used or self._hides(name, own):
             self._note_constants(outs)
-            if self.calls is not None:
-                self.calls.append(Performed(func, args, kwargs, outs, None, ()))
             return out
         settings = [a for a in (*args, *kwargs.items()) if not isinstance(a, Tensor)]
         self.steps.append((name, own, parents, settings, [tuple(t.shape) for t in _tensors(outs)]))
         self._note(name.removesuffix("_"), parents, Call(func, args_before, kwargs, outs, self._depends), own)
-        if self.calls is not None:
-            made = tuple((at, self._known[id(t)][1]) for at, t in enumerate(outs) if id(t) in self._known)
-            self.calls.append(Performed(func, args, kwargs, outs, RULES.get(name.removesuffix("_")), made))
         return out
 
     def place(self, tensor: Tensor) -> int | None:

@@ -26,7 +26,7 @@ from gradveil.representation.scores.exact import (
 )
 from gradveil.representation.scores.fast.cpu_kernel import lanes_rows
 from gradveil.representation.scores.fast.matrices import paired_rows
-from gradveil.representation.scores.fast.replay import check_seen, remember, replayed_chain, rows_again
+from gradveil.representation.scores.fast.replay import replayed
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
@@ -105,28 +105,23 @@ def _rows(model: nn.Module, layer: str | None, x: Tensor, method: "Method", seen
         jacobian.check_examples()
     else:
         if x.is_cuda and (layers := walkable(model, path, x)) is not None:
-            return replayed_chain(model, layers, x, method)
-        if (rows := rows_again(model, path, x, method, seen)) is not None:
-            return rows
-        jacobian = linearise(model, path, x, must_be_explicit=method.name == "moment", keep=seen is not None)
-    check_seen(jacobian.r, seen)
+            return replayed(model, layers, x, method)
+        jacobian = linearise(model, path, x, must_be_explicit=method.name == "moment")
+    jacobian.check_seen(seen)
     return method(jacobian)
 
 
-def linearise(
-    model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False, keep: bool = False
-) -> Jacobian:
+def linearise(model: nn.Module, layer: str, x: Tensor, *, must_be_explicit: bool = False) -> Jacobian:
     """Return the Jacobian of the layer's input: explicit where every operation is known, else by differentiation.
 
-    Raise where examples are mixed; forward passes of one structure are looked at once. ``keep`` an explicit pass, for
-    ``rows_again``.
+    Raise where examples are mixed; forward passes of one structure are looked at once.
     """
     found: Jacobian | str
     graph: Graph | None = None
     if (layers := walkable(model, layer, x)) is not None:
         found = walk(layers, x)
     else:
-        found, graph = _recorded(model, layer, x, keep)
+        found, graph = _recorded(model, layer, x)
     if isinstance(found, str):
         if must_be_explicit:
             raise ScoreError(f"Method 'moment' cannot pass through {found}. Use exact or sketch.")
@@ -138,18 +133,16 @@ def linearise(
             check_shapes(found)
             found.check_examples()
             known.update([] if structure is None else [structure])
-    if keep and graph is not None and isinstance(found, Tape):
-        remember(model, layer, graph)
     return found
 
 
-def _recorded(model: nn.Module, layer: str, x: Tensor, keep: bool) -> tuple[Tape | str, Graph | None]:
+def _recorded(model: nn.Module, layer: str, x: Tensor) -> tuple[Tape | str, Graph | None]:
     """Return the forward pass as a tape, or what stands in the way, and the recording, where there is one."""
     hooked = [name for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
     if hooked:
         return f"a backward hook of {hooked[0] or type(model).__name__}", None
     try:
-        graph = record(model, layer, x, calls=keep)
+        graph = record(model, layer, x)
     except RuntimeError as error:  # a forward pass may ask its tensors for gradients
         return f"a pass without gradients ({str(error).splitlines()[0]})", None
     return graph.linearise(), graph
