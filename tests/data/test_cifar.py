@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from data.helpers_data import pixels
-from gradveil.data import originals
+from gradveil.data.known import Cifar10
 from gradveil.errors import DataError
 
 
 def read(folder: Path, content: bytes) -> tuple[Any, Any]:
     path = folder / "data_batch_1"
     path.write_bytes(content)
-    return originals.CIFAR.read((path,) * 6)[1]
+    return Cifar10().read((path,) * 6)[1]
 
 
 class Named:

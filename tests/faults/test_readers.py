@@ -37,9 +37,9 @@ from gradveil.auditing.settings import changes, from_toml, to_toml
 from gradveil.auditing.train import TrainConfig
 from gradveil.auditing.update_files import load_weights, read_examples, read_loss, read_update, write_update
 from gradveil.cli.list import KINDS
-from gradveil.data import originals
 from gradveil.data.folder import Folder
 from gradveil.data.images import decode_images, levels_of
+from gradveil.data.known import Cifar10, Mnist
 from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses import veil as coordinates
@@ -483,7 +483,7 @@ def test_idx(place: Path, count: Count) -> None:
         others.write_bytes(pack(labels))
 
         def read(where: Path, beside: Path = others) -> None:
-            (found, named), _ = originals.IDX.read((where, beside, where, beside))
+            (found, named), _ = Mnist().read((where, beside, where, beside))
             assert found.ndim == 4
             assert found.dtype == np.uint8
             assert named.dtype == np.int64
@@ -518,7 +518,7 @@ def test_batches_of_cifar(place: Path, count: Count) -> None:
     ]
 
     def read(path: Path) -> None:
-        (images, labels), _ = originals.CIFAR.read((path,) * 6)
+        (images, labels), _ = Cifar10().read((path,) * 6)
         assert images.dtype == np.uint8
         assert labels.dtype == np.int64
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,14 +192,13 @@ class Folder(Source):
             test = next(filter(None, (find(root, part) for part in _TEST_NAMES)), [])
             files = [*train, *test]
             table = read_parquet(train)
+            others = partial(read_parquet, test) if test else lambda: None
             if texts_of(table):
-                return from_hub(root.name, table, read_parquet(test) if test else None, self)
-            return cached("folder", key_of("folder", files, self), lambda: self.decoded_tables(table, test))
-        names, train_files, test_files = _class_folders(root)
-        paths = [path for path, _ in [*train_files, *test_files]]
-        return cached(
-            "folder", key_of("folder", paths, self), lambda: self._from_images(names, train_files, test_files)
-        )
+                return from_hub(root.name, table, others(), self)
+            return cached("folder", key_of("folder", files, self), lambda: self.decoded_tables(table, others()))
+        names, *parts = _class_folders(root)
+        key = key_of("folder", [path for part in parts for path, _ in part], self)
+        return cached("folder", key, lambda: self._decoded(names, *map(_paths_and_classes, filter(None, parts))))
 
     def _root(self, data: Path | None) -> Path:
         root = inside(data, self.path) if self.path else data
@@ -209,25 +209,23 @@ class Folder(Source):
         return root
 
     def decoded_tables(self, table: Any, test: Any) -> Decoded:
-        """Return the images of one or two tables; the second one may be named by its files."""
-        others = ([read_parquet(test)] if isinstance(test, list) else [test]) if test else []
-        parts = [encoded_table(part, self.image, self.label) for part in (table, *others)]
+        """Return the images of one or two tables."""
+        parts = [encoded_table(part, self.image, self.label) for part in (table, test) if part is not None]
         names = class_names(table, self.label) or numbered(1 + max(int(labels.max(initial=0)) for _, labels in parts))
-        return self._decoded(names, *parts)
-
-    def _from_images(self, names: tuple[str, ...], train: Files, test: Files) -> Decoded:
-        parts = [([p for p, _ in part], np.array([y for _, y in part], np.int64)) for part in (train, test) if part]
         return self._decoded(names, *parts)
 
     def _decoded(self, names: tuple[str, ...], train: Part, test: Part | None = None) -> Decoded:
         levels = levels_of([*train[0], *(test[0] if test else ())])
         images, labels = decode_images(train[0], self.size, self.grey, levels), train[1]
-        ends = (levels.low, levels.high) if levels else None
         if test:
             others = decode_images(test[0], self.size, images.shape[1] == 1, levels)
-            return Decoded((images, labels), (others, test[1]), names, ends)
+            return Decoded((images, labels), (others, test[1]), names, levels)
         kept, aside = hold_out(labels, self.test_share)
-        return Decoded((images[kept], labels[kept]), (images[aside], labels[aside]), names, ends)
+        return Decoded((images[kept], labels[kept]), (images[aside], labels[aside]), names, levels)
+
+
+def _paths_and_classes(files: Files) -> Part:
+    return [path for path, _ in files], np.array([label for _, label in files], np.int64)
 
 
 def _class_folders(root: Path) -> tuple[tuple[str, ...], Files, Files]:

@@ -35,17 +35,7 @@ DICOM = (".dcm", ".dicom")
 _WHITE_IS_ZERO, _PHOTOMETRIC = 0, 262  # of TIFF
 
 
-@dataclass(frozen=True)
-class Levels:
-    """The values that become black and white: the lowest and highest of a set of grey images of more than 8 bits."""
-
-    low: float
-    high: float
-
-    def squeeze(self, values: Array) -> Array:
-        share = (values.astype(np.float64) - self.low) / (self.high - self.low)
-        grey: Array = np.rint(255 * share.clip(0, 1)).astype(np.uint8)
-        return grey
+Levels = tuple[float, float]  # the values that become black and white, of a set of grey images of more than 8 bits
 
 
 def levels_of(encoded: Sequence[Encoded]) -> Levels | None:
@@ -58,12 +48,12 @@ def levels_of(encoded: Sequence[Encoded]) -> Levels | None:
         ends = list(pool.map(work, range(len(encoded))))
     low, high = min(low for low, _ in ends), max(high for _, high in ends)
     if kinds[0] == "real" and low >= 0 and high <= 1:
-        return Levels(0.0, 1.0)
+        return 0.0, 1.0
     if low == high:
         raise DataError(
             f"Every pixel of the {len(encoded):,} images is {low:g}: there is nothing to see, nor to learn."
         )
-    return Levels(low, high)
+    return low, high
 
 
 def _range(encoded: Sequence[Encoded], kind: str, i: int) -> tuple[float, float]:
@@ -125,7 +115,10 @@ def _fill(
                 f"Image {i} is {image.size[0]}x{image.size[1]} and the first is {shape[0]}x{shape[1]}. "
                 "Give size=... to scale all to one size."
             )
-        pixels = np.asarray(image) if levels is None else levels.squeeze(np.asarray(image))
+        pixels = np.asarray(image)
+        if levels is not None:
+            share = (pixels.astype(np.float64) - levels[0]) / (levels[1] - levels[0])
+            pixels = np.rint(255 * share.clip(0, 1)).astype(np.uint8)
         out[i] = pixels if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
 
 
@@ -193,7 +186,7 @@ class Decoded:
     train: tuple[Array, Array]
     test: tuple[Array, Array]
     class_names: tuple[str, ...]
-    levels: tuple[float, float] | None = None  # of images of more than 8 bits: what became black and white
+    levels: Levels | None = None
 
 
 def key_of(name: str, files: Sequence[Path], *settings: Any) -> str:

@@ -1,30 +1,46 @@
-"""Data sets by name: well-known images from a folder or the Hugging Face hub, scikit-learn's, and made-up patients."""
+"""Data sets by name: well-known images from a folder or the Hugging Face hub, scikit-learn's, and made-up patients.
 
+Files as their makers publish them are MNIST's idx and CIFAR-10's batches. A batch is a text in the pickle language.
+Nothing of it is carried out: its words are gone through once, and those that hold the pixels and the labels are kept.
+"""
+
+import gzip
+import pickletools
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 
-from gradveil.data.base import DATASETS, Dataset, Source, Split, hold_out
+from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.data.folder import Folder, class_names, parquet_files, read_parquet
 from gradveil.data.images import Decoded, cached, key_of
-from gradveil.data.originals import CIFAR, IDX, Format
 from gradveil.data.table import from_table
 from gradveil.errors import DataError, GradveilError, MissingExtraError
+from gradveil.files import read_whole, wrap_parse_errors
 from gradveil.ranges import Between, Range, Seed
 
+Pair = tuple[Array, Array]  # uint8 images (N, C, H, W), int64 labels (N,)
+Files = tuple[Path, ...]
+LARGEST = 2**28  # bytes of a file, and of what it unpacks to: the largest of these sets has 225 million
+_WORDS = 10**6  # of a batch: 10,000 images have 60,000
+_KEYS = (b"data", b"labels", b"batch_label", b"filenames")
+_WHOLE = ("BININT", "BININT1", "BININT2")  # words of a whole number
+_PIXELS = 3 * 32 * 32
 
-def download(repository: str, config: str | None) -> dict[str, Any]:
+
+def download(repository: str, config: str | None) -> tuple[Any, Any]:
     """Return the splits ``train`` and ``test`` as pyarrow tables with the images still encoded."""
     try:
         import datasets
     except ImportError as error:
         raise MissingExtraError(f"Downloading {repository}", "hub") from error
     found = datasets.load_dataset(repository, config)
-    return {part: found[part].with_format("arrow")[:] for part in ("train", "test")}
+    return found["train"].with_format("arrow")[:], found["test"].with_format("arrow")[:]
 
 
 _DIGITS = tuple("0123456789")
@@ -37,7 +53,14 @@ class Known(Source):
     repository: ClassVar[str]
     config: ClassVar[str | None] = None
     names: ClassVar[tuple[str, ...]]
-    originals: ClassVar[Format | None] = None
+
+    def originals(self, folder: Path) -> Files | None:
+        """Return the files of a folder as their makers publish them, where it has all of them."""
+        return None
+
+    def read(self, files: Files) -> tuple[Pair, Pair]:
+        """Return what is to train on, and the test, of such files."""
+        raise NotImplementedError
 
     def load(self, data: Path | None) -> Dataset:
         for folder in self._places(data):
@@ -57,23 +80,21 @@ class Known(Source):
         for place in (folder / self.config, folder) if self.config else (folder,):
             train, test = parquet_files(place, "train"), parquet_files(place, "test")
             if train and test:
-                decode = partial(self._decoded, train, test)
+                decode = partial(self._from_files, train, test)
                 return cached(name, key_of(name, [*train, *test]), decode)
-        own = self.originals
-        files = own.find(folder) if own else None
-        if own is None or files is None:
+        if (files := self.originals(folder)) is None:
             return None
-        return cached(name, key_of(name, files), lambda: Decoded(*own.read(files), self.names))
+        return cached(name, key_of(name, files), lambda: Decoded(*self.read(files), self.names))
+
+    def _from_files(self, train: list[Path], test: list[Path]) -> Decoded:
+        return self._decoded(read_parquet(train), read_parquet(test))
 
     def _decoded(self, train: Any, test: Any) -> Decoded:
-        """Return the images of two tables, or of their files."""
-        train = read_parquet(train) if isinstance(train, list) else train
         found = Folder().decoded_tables(train, test)
         return found if class_names(train) else replace(found, class_names=self.names)
 
     def _downloaded(self) -> Decoded:
-        tables = download(self.repository, self.config)
-        return self._decoded(tables["train"], tables["test"])
+        return self._decoded(*download(self.repository, self.config))
 
     def _from_hub(self, data: Path | None) -> Dataset:
         try:
@@ -93,28 +114,63 @@ class Known(Source):
             ) from (None if isinstance(error, GradveilError) else error)
 
 
+class Idx(Known):
+    """MNIST and its likes: four files, plain or gzipped."""
+
+    def originals(self, folder: Path) -> Files | None:
+        stems = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+        for place in (folder, folder / "raw"):
+            found = []
+            for stem in stems:
+                names = (stem, f"{stem}.gz", stem.replace("-idx", ".idx"))
+                found += [place / name for name in names if (place / name).is_file()][:1]
+            if len(found) == len(stems):
+                return tuple(found)
+        return None
+
+    def read(self, files: Files) -> tuple[Pair, Pair]:
+        images, labels, *test = files
+        return _idx_pair(images, labels), _idx_pair(*test)
+
+
+def _idx_pair(images: Path, labels: Path) -> Pair:
+    return _idx(images, 3)[:, None], _idx(labels, 1).astype(np.int64)
+
+
+def _idx(path: Path, dims: int) -> Array:
+    with (
+        wrap_parse_errors(path, DataError, "It is not a whole idx file: download it again."),
+        gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file,
+    ):
+        start = file.read(4 + 4 * dims)
+        if start[:4] != bytes((0, 0, 8, dims)):
+            raise ValueError(f"it begins with {start[:4].hex()}")
+        shape = np.frombuffer(start, ">u4", dims, offset=4).tolist()
+        if prod(shape) > LARGEST:
+            raise ValueError(f"it declares the shape {shape}")
+        return np.frombuffer(file.read(prod(shape) + 1), np.uint8).reshape(shape)  # no less, no more
+
+
 @DATASETS.register("mnist")
 @dataclass(frozen=True)
-class Mnist(Known):
+class Mnist(Idx):
     """Handwritten digits, grey 28x28: 60,000 to train, 10,000 to test (LeCun et al. 1998)."""
 
     folders = ("mnist",)
     repository = "ylecun/mnist"
     config = "mnist"
     names = _DIGITS
-    originals = IDX
 
 
 @DATASETS.register("fashion_mnist")
 @dataclass(frozen=True)
-class FashionMnist(Known):
+class FashionMnist(Idx):
     """Pieces of clothing, grey 28x28: 60,000 to train, 10,000 to test (Xiao et al. 2017)."""
 
     folders = ("fashion_mnist", "fashionmnist", "fashion-mnist")
     repository = "zalando-datasets/fashion_mnist"
     config = "fashion_mnist"
     names = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-    originals = IDX
 
 
 @DATASETS.register("cifar10")
@@ -126,7 +182,54 @@ class Cifar10(Known):
     repository = "uoft-cs/cifar10"
     config = "plain_text"
     names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-    originals = CIFAR
+
+    def originals(self, folder: Path) -> Files | None:
+        stems = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+        for sub, suffix in (("cifar-10-batches-py", ""), ("cifar-10-batches-bin", ".bin")):
+            for place in (folder, folder / sub):
+                files = tuple(place / f"{stem}{suffix}" for stem in stems)
+                if all(path.is_file() for path in files):
+                    return files
+        return None
+
+    def read(self, files: Files) -> tuple[Pair, Pair]:
+        *parts, test = map(_cifar_pair, files)
+        images, labels = (np.concatenate(some) for some in zip(*parts, strict=True))
+        return (images, labels), test
+
+
+def _cifar_pair(path: Path) -> Pair:
+    with wrap_parse_errors(path, DataError, "It is not a whole CIFAR-10 file: download it again."):
+        content = read_whole(path, LARGEST)
+        if path.suffix == ".bin":
+            rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + _PIXELS)
+            pixels, labels = rows[:, 1:], rows[:, 0].astype(np.int64)
+        else:
+            pixels, labels = read_batch(content)
+        return pixels.reshape(-1, 3, 32, 32), labels
+
+
+def read_batch(content: bytes) -> tuple[Array, Array]:
+    """Return the pixels (N, 3072) and the labels (N,) of a batch that Python 2 wrote, or 3 (protocols 2 to 4)."""
+    labels: list[int] = []
+    key, pixels, by_columns = b"", b"", False
+    for word, given, _ in islice(pickletools.genops(content), _WORDS):
+        text = given.encode("latin-1") if isinstance(given, str) else given
+        if word.name in ("NEWTRUE", "NEWFALSE"):
+            by_columns = word.name == "NEWTRUE"  # of an array the last before its bytes
+        elif isinstance(text, bytes) and text in _KEYS:
+            key = text
+        elif key == b"labels" and word.name in _WHOLE:
+            labels.append(int(given or 0))
+        elif key == b"data" and isinstance(text, bytes) and len(text) >= _PIXELS:
+            pixels = text
+        if word.name == "STOP":
+            break
+    else:
+        raise ValueError("it has no end")
+    if not labels or by_columns or len(pixels) != _PIXELS * len(labels) or not all(0 <= one < 10 for one in labels):
+        raise ValueError("it holds no bytes of images row by row under 'data', or no list of as many labels, 0 to 9")
+    return np.frombuffer(pixels, np.uint8).reshape(-1, _PIXELS), np.array(labels, np.int64)
 
 
 @DATASETS.register("svhn")
