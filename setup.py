@@ -16,7 +16,7 @@ FLAGS = {
     "avx2": ["-mavx2", "-mfma"],
     "plain": [],
 }
-HOME = "src/gradveil/representation/scores/fast"
+HOME = "src/gradveil/representation"
 variants = FLAGS if platform.machine().lower() in ("x86_64", "amd64") else ["plain"]
 
 
@@ -32,7 +32,7 @@ setup(
     cmdclass={"bdist_wheel": PlainC},
     ext_modules=[
         Extension(
-            f"gradveil.representation.scores.fast._cpu_kernel_{variant}",
+            f"gradveil.representation._cpu_kernel_{variant}",
             sources=[f"{HOME}/cpu_kernel.c", f"{HOME}/gram.c"],
             depends=[f"{HOME}/cpu_kernel.h"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wno-psabi", *FLAGS[variant]],

@@ -69,9 +69,9 @@ DEEPER = {  # what these pages may import beside gradveil itself
     "gradveil.attacks.search.matching",  # the engine that an attack of the package is built on
     "gradveil.attacks.search.minimise",
     "gradveil.attacks.search.restarts",
-    "gradveil.representation.layers.rules.activations",  # the table that a new layer type goes into
-    "gradveil.representation.layers.rules.base",
-    "gradveil.representation.layers.rules.shapes",
+    "gradveil.representation.rules.activations",  # the table that a new layer type goes into
+    "gradveil.representation.rules.base",
+    "gradveil.representation.rules.shapes",
     "gradveil.modalities",  # what a new kind of example is made of, and the data that names it
     "gradveil.data.base",
 }

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import gradveil
 from docpages import DOCS, blocks, needing, section
 from gradveil.cli.main import COMMANDS, app, whole_command
-from gradveil.representation.layers.rules.base import PLAIN, RULES
+from gradveil.representation.rules.base import PLAIN, RULES
 from schemas import FOLDER, schema_of
 
 PAGES = [
@@ -43,7 +43,7 @@ ELSEWHERE = {  # pages whose Python a test of their own runs
 }
 
 NEW = {  # files that a reader writes
-    "src/gradveil/representation/layers/rules/shuffle.py",
+    "src/gradveil/representation/rules/shuffle.py",
     "src/gradveil/modalities/series.py",
     "tests/zoo/broken/backwards.py",
 }

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gradveil.protection.defense import build as defense
     from gradveil.protection.protect import guard_of, protect
     from gradveil.report.page import write_report
-    from gradveil.representation.certificates.certify import certify
+    from gradveil.representation.certify import certify
     from gradveil.representation.scores import leak_scores
     from gradveil.threats.setup import AuditConfig
     from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
@@ -76,7 +76,7 @@ _PUBLIC = {
     "write_update": "gradveil.auditing.update_files:write_update",
     "read_examples": "gradveil.auditing.update_files:read_examples",
     "write_examples": "gradveil.auditing.update_files:write_examples",
-    "certify": "gradveil.representation.certificates.certify:certify",
+    "certify": "gradveil.representation.certify:certify",
     "spend_from": "gradveil.privacy.accountant:spend_from",
     "verify": "gradveil.verification.verify:verify",
     # add a method of your own

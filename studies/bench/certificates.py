@@ -15,7 +15,7 @@ from gradveil.federated.client import step_gradient
 from gradveil.models import build
 from gradveil.modules import representation
 from gradveil.protection.defense import build as build_defense
-from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certify import certify
 from gradveil.threats.meter import leak_meter
 from gradveil.types import Batch, Observation, Update
 

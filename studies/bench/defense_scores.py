@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from gradveil.models import build
 from gradveil.modules import prefix
+from gradveil.representation import cpu_kernel
 from gradveil.representation.scores import leak_scores
-from gradveil.representation.scores.fast import cpu_kernel
 
 SHAPE, CLASSES = (3, 32, 32), 10
 METHODS: dict[str, dict[str, Any]] = {

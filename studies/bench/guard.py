@@ -31,8 +31,7 @@ from gradveil.modules import find_layer
 from gradveil.protection import attachment
 from gradveil.protection.attachment import Hook, unwatch, watch
 from gradveil.protection.protect import Guard, protect
-from gradveil.representation.scores import row_norms
-from gradveil.representation.scores.api import choose, linearise
+from gradveil.representation.scores import choose, linearise, row_norms
 
 SHARES = (0.01, 0.1, 0.4, 0.8)
 DEFENSES = (

@@ -11,8 +11,8 @@ from gradveil.errors import GradveilError
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import simulate
 from gradveil.models import build as build_model
-from gradveil.representation.layers.recorder import walk, walkable
-from gradveil.representation.scores import api
+from gradveil.representation import scores as api
+from gradveil.representation.recorder import walk, walkable
 from gradveil_studies.together import Variant, simulate_together
 
 TRAINING = Training(rounds=3, clients=3, epochs=2, batch_size=4, lr=0.3)

@@ -11,7 +11,7 @@ from gradveil.auditing.certificates import certificate_rows
 from gradveil.auditing.run_folder import RunFolder
 from gradveil.auditing.settings import from_toml
 from gradveil.data import load
-from gradveil.defenses.masking import RandomMask
+from gradveil.defenses.representation import RandomMask
 from gradveil.models import build
 from gradveil.report.page import write_report
 from gradveil.threats.setup import AuditConfig, build_setup

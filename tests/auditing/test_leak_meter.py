@@ -13,8 +13,8 @@ from gradveil.auditing.audit import audit
 from gradveil.auditing.certificates import certificate_rows
 from gradveil.auditing.run_folder import RunFolder
 from gradveil.data import load
-from gradveil.defenses.masking import RandomMask
 from gradveil.defenses.noise import Gaussian
+from gradveil.defenses.representation import RandomMask
 from gradveil.models import build
 from gradveil.threats.setup import AuditConfig, AuditSetup, build_setup
 

@@ -8,7 +8,7 @@ import torch
 from gradveil.attacks.base import Attack
 from gradveil.countermeasures import Countermeasure, Tier
 from gradveil.data import load
-from gradveil.defenses.masking import RandomMask
+from gradveil.defenses.representation import RandomMask
 from gradveil.errors import AttackError, UpdateError
 from gradveil.models import build
 from gradveil.protection.defense import build as build_defense

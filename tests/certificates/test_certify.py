@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.errors import CertificateError, LayerError
-from gradveil.representation.certificates.base import blind_mse, largest_mse, norm
-from gradveil.representation.certificates.certify import KINDS, certify, readable_p
+from gradveil.representation.certify import KINDS, certify, readable_p
+from gradveil.representation.problem import blind_mse, largest_mse, norm
 from gradveil.types import Batch
 
 NORMS = (1, 2, inf)

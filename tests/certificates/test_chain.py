@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from certificates.random_networks import fill, pairs, random_network
 from gradveil.errors import CertificateError
-from gradveil.representation.certificates.chain import step_chain
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.base import Affine
-from gradveil.representation.layers.rules.shapes import Reshape
-from gradveil.representation.layers.rules.windows import Convolution
+from gradveil.representation.chain import step_chain
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.base import Affine
+from gradveil.representation.rules.shapes import Reshape
+from gradveil.representation.rules.windows import Convolution
 
 
 class Functional(nn.Module):

@@ -3,8 +3,8 @@
 import torch
 from torch import Generator, nn
 
-from gradveil.representation.certificates.base import Problem
-from gradveil.representation.certificates.certify import certify, invert
+from gradveil.representation.certify import certify, invert
+from gradveil.representation.problem import Problem
 from gradveil.types import Batch
 
 

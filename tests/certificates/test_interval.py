@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
-from gradveil.representation.certificates.base import Region
-from gradveil.representation.certificates.certify import lipschitz
-from gradveil.representation.certificates.chain import StepChain, step_chain
-from gradveil.representation.certificates.intervals import (
+from gradveil.representation.certify import lipschitz
+from gradveil.representation.chain import StepChain, step_chain
+from gradveil.representation.intervals import (
     box_lipschitz,
     lines,
     plane,
@@ -20,8 +19,9 @@ from gradveil.representation.certificates.intervals import (
     tighten,
     unit_rows,
 )
-from gradveil.representation.certificates.norms import operator_norm
-from gradveil.representation.layers.rules.activations import Pointwise
+from gradveil.representation.norms import operator_norm
+from gradveil.representation.problem import Region
+from gradveil.representation.rules.activations import Pointwise
 
 
 def curve_of(module: type[nn.Module]) -> Pointwise:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from certificates.random_networks import pairs, random_network
-from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certify import certify
 from gradveil.types import Batch
 
 

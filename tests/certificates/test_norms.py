@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.errors import CertificateError
-from gradveil.representation.certificates import norms
-from gradveil.representation.certificates.chain import step_chain
-from gradveil.representation.certificates.norms import (
+from gradveil.representation import norms
+from gradveil.representation.chain import step_chain
+from gradveil.representation.norms import (
     gram,
     lanczos,
     largest_eigenvalue,
@@ -20,9 +20,9 @@ from gradveil.representation.certificates.norms import (
     spectral,
     torus_bound,
 )
-from gradveil.representation.layers.rules.base import Affine
-from gradveil.representation.layers.rules.products import Dense
-from gradveil.representation.layers.rules.windows import Convolution, MaxPool
+from gradveil.representation.rules.base import Affine
+from gradveil.representation.rules.products import Dense
+from gradveil.representation.rules.windows import Convolution, MaxPool
 
 
 def matrix(step: Affine) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.representation.certificates.base import Problem
-from gradveil.representation.certificates.certify import certify, invert
+from gradveil.representation.certify import certify, invert
+from gradveil.representation.problem import Problem
 from gradveil.types import Batch
 
 

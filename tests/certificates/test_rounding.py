@@ -10,11 +10,11 @@ from torch import nn
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, representation
-from gradveil.representation.certificates.base import norm
-from gradveil.representation.certificates.certify import certify
-from gradveil.representation.certificates.chain import step_chain
-from gradveil.representation.certificates.intervals import propagate, pull_rounding, unit_rows
-from gradveil.representation.certificates.norms import Precision, forward_error, operator_norm, slack
+from gradveil.representation.certify import certify
+from gradveil.representation.chain import step_chain
+from gradveil.representation.intervals import propagate, pull_rounding, unit_rows
+from gradveil.representation.norms import Precision, forward_error, operator_norm, slack
+from gradveil.representation.problem import norm
 
 SINGLE = Precision.exactly(torch.float32)
 

@@ -19,8 +19,8 @@ from certificates.odd_models import MODES, ODD, mode_model, odd_model
 from certificates.random_networks import pairs, random_network
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, representation
-from gradveil.representation.certificates.base import norm
-from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certify import certify
+from gradveil.representation.problem import norm
 
 TRIPLES = int(os.environ.get("GRADVEIL_TRIPLES", "60"))
 NORMS = (1, 2, inf)

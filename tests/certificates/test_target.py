@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from gradveil.errors import CertificateError
 from gradveil.modules import representation
-from gradveil.representation.certificates.base import Kind
-from gradveil.representation.certificates.certify import certify, needed_counts
+from gradveil.representation.certify import certify, needed_counts
+from gradveil.representation.problem import Kind
 from gradveil.representation.scores import leak_scores
 from gradveil.representation.selection import zeroed, zeroing_order
 from gradveil.types import Batch

@@ -30,9 +30,9 @@ from gradveil.errors import GradveilError
 from gradveil.modules import find_layer
 from gradveil.protection.defense import DEFENSES, Defense, accounted, build
 from gradveil.protection.records import Held
-from gradveil.representation.certificates import certify as reach
-from gradveil.representation.certificates.base import Problem
-from gradveil.representation.certificates.certify import KINDS, certify
+from gradveil.representation import certify as reach
+from gradveil.representation.certify import KINDS, certify
+from gradveil.representation.problem import Problem
 from gradveil.representation.scores import METHODS
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 from reference.leak_scores import freeze_batch_norm

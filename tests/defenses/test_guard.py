@@ -8,7 +8,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, by_step_gradient, hooks_of, train, weights_of
-from gradveil.defenses.masking import RandomMask
+from gradveil.defenses.representation import RandomMask
 from gradveil.errors import DefenseError, UpdateError
 from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build

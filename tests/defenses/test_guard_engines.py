@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from defenses.loops import REPRESENTATION, by_step_gradient, train, weights_of
-from gradveil.defenses.masking import RandomMask
+from gradveil.defenses.representation import RandomMask
 from gradveil.errors import DefenseError
 from gradveil.federated.client import step_gradient
 from gradveil.protection.defense import build

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, nn
 
-from gradveil.defenses.masking import RandomMask
+from gradveil.defenses.representation import RandomMask
 from gradveil.modules import representation
 
 

@@ -19,7 +19,7 @@ from gradveil.models import build as build_model
 from gradveil.modules import representation
 from gradveil.protection.defense import build
 from gradveil.registry import describe
-from gradveil.representation.certificates.certify import certify, needed_counts
+from gradveil.representation.certify import certify, needed_counts
 from gradveil.representation.scores import leak_scores
 from gradveil.representation.selection import zeroing_order
 from gradveil.types import Batch

@@ -6,8 +6,8 @@ import torch
 from federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
 from gradveil.federated.simulate import Training, simulate
 from gradveil.models import build
+from gradveil.representation.matrices import StackedRows
 from gradveil.representation.scores import row_norms
-from gradveil.representation.scores.fast.matrices import StackedRows
 from gradveil.representation.selection import largest_live
 from gradveil.tree import parameters
 

@@ -26,8 +26,8 @@ from gradveil.pace import OutOfTime
 from gradveil.privacy.accountant import AGGREGATE, ASSUMPTIONS, FLOOR, GUESS, THEOREM, Account
 from gradveil.privacy.plan import PlannedRun, class_spectra, floor_share
 from gradveil.protection.defense import Defense, accounted, build
-from gradveil.representation.certificates.base import SCOPE, Certificate, Kind
-from gradveil.representation.certificates.certify import certify
+from gradveil.representation.certify import certify
+from gradveil.representation.problem import SCOPE, Certificate, Kind
 from gradveil.seeds import Seeds
 from gradveil.threats.meter import ASSUMPTIONS as OF_METER
 from gradveil.threats.meter import Leak, leak_meter, nothing

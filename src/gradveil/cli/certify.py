@@ -64,8 +64,8 @@ def figures(asked: CertifyOptions) -> dict[str, Any]:
     from gradveil.losses import build as build_loss
     from gradveil.privacy.plan import PlannedRun
     from gradveil.protection.defense import build as build_defense
-    from gradveil.representation.certificates.base import blind_mse, largest_mse
-    from gradveil.representation.certificates.certify import readable_p
+    from gradveil.representation.certify import readable_p
+    from gradveil.representation.problem import blind_mse, largest_mse
     from gradveil.seeds import Seeds
     from gradveil.threats.setup import fitting_model
     from gradveil.threats.trial import RANK, Public
@@ -111,7 +111,7 @@ def figures(asked: CertifyOptions) -> dict[str, Any]:
 def check_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """Return the kinds where all are known and can be shown for a defence alone."""
     from gradveil.errors import CertificateError, did_you_mean
-    from gradveil.representation.certificates.certify import KINDS
+    from gradveil.representation.certify import KINDS
 
     known = [k for k in KINDS if k != "residual"]
     for kind in kinds:

@@ -7,12 +7,12 @@ from gradveil.defenses.compression import Qsgd, Quantise, Sign
 from gradveil.defenses.concealed import Concealed
 from gradveil.defenses.decoy import Decoy
 from gradveil.defenses.dp_sgd import DpSgd
-from gradveil.defenses.masking import RandomMask
 from gradveil.defenses.mixup import Mixup
 from gradveil.defenses.noise import Gaussian, Laplace
 from gradveil.defenses.outpost import Outpost
 from gradveil.defenses.pruning import Pruning
 from gradveil.defenses.representation import (
+    RandomMask,
     RepresentationAuthors,
     RepresentationCertified,
     RepresentationDirection,

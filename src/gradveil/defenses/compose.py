@@ -25,7 +25,7 @@ from gradveil.protection.defense import (
 )
 from gradveil.protection.records import Records
 from gradveil.registry import describe
-from gradveil.representation.layers.jacobian import already_changed
+from gradveil.representation.jacobian import already_changed
 from gradveil.tree import Params, named
 from gradveil.types import Batch, Observation, Update
 

@@ -17,10 +17,10 @@ from gradveil.protection.defense import Accounted, Defense, accounted
 from gradveil.protection.layers import KINDS, known
 from gradveil.protection.passes import substitute
 from gradveil.protection.records import Captured
-from gradveil.representation.layers.recorder import walk, walkable
-from gradveil.representation.scores import api
-from gradveil.representation.scores.exact import RowNorms, scores
-from gradveil.representation.scores.fast.matrices import StackedRows
+from gradveil.representation import scores as api
+from gradveil.representation.matrices import StackedRows
+from gradveil.representation.recorder import walk, walkable
+from gradveil.representation.rows import RowNorms, scores
 from gradveil.representation.selection import largest_live_each
 from gradveil.tree import Params
 from gradveil.types import Batch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.modules import under_transform
-from gradveil.representation.layers.jacobian import FunctionJacobian
+from gradveil.representation.jacobian import FunctionJacobian
 
 LONG = 2**14  # entries of a row from which one block of a CUDA device is too few
 

@@ -11,12 +11,12 @@ from torch.testing import assert_close
 
 from docpages import blocks, section
 from gradveil.errors import CertificateError
-from gradveil.representation.certificates.chain import step_chain
-from gradveil.representation.layers import rules
-from gradveil.representation.layers.jacobian import FunctionJacobian, Tape
-from gradveil.representation.layers.recorder import walkable
-from gradveil.representation.layers.rules.base import PLAIN, RULES
-from gradveil.representation.scores.api import linearise
+from gradveil.representation import rules
+from gradveil.representation.chain import step_chain
+from gradveil.representation.jacobian import FunctionJacobian, Tape
+from gradveil.representation.recorder import walkable
+from gradveil.representation.rules.base import PLAIN, RULES
+from gradveil.representation.scores import linearise
 
 GUIDE = section("how-to/extend.md", "## A layer type")
 
@@ -50,7 +50,7 @@ def test_a_file_in_the_folder_is_enough(
     linear, activation, *_ = blocks(GUIDE, "python")
     (tmp_path / "shuffle_of_the_guide.py").write_text(linear + activation)
     monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
-    import_module("gradveil.representation.layers.rules.shuffle_of_the_guide")
+    import_module("gradveil.representation.rules.shuffle_of_the_guide")
 
     tape, plain = linearise(model, "4", x), FunctionJacobian(model, "4", x)
     assert isinstance(tape, Tape)

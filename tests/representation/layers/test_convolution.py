@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.windows import Convolution
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.windows import Convolution
 
 paddings = st.tuples(st.integers(0, 4), st.integers(0, 4))
 dilations = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.representation.layers.jacobian import FunctionJacobian, Tape
-from gradveil.representation.layers.recorder import record, walk, walkable
-from gradveil.representation.scores import leak_scores
-from gradveil.representation.scores.api import linearise
+from gradveil.representation.jacobian import FunctionJacobian, Tape
+from gradveil.representation.recorder import record, walk, walkable
+from gradveil.representation.scores import leak_scores, linearise
 from reference.leak_scores import reference_scores
 from reference.score_models import BUILDERS, make
 

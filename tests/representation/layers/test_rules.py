@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.representation.layers.recorder import walk
-from gradveil.representation.layers.rules.activations import Pointwise
-from gradveil.representation.layers.rules.base import PLAIN, RULES, Affine, Call, Operator
-from gradveil.representation.layers.rules.products import ByValue
+from gradveil.representation.recorder import walk
+from gradveil.representation.rules.activations import Pointwise
+from gradveil.representation.rules.base import PLAIN, RULES, Affine, Call, Operator
+from gradveil.representation.rules.products import ByValue
 
 aten = torch.ops.aten
 KNOWN = sorted(RULES)  # as the package fills it, before any test adds to it

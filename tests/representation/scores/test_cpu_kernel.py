@@ -16,12 +16,11 @@ from torch.testing import assert_close
 
 from gradveil.imports import VARIANTS
 from gradveil.models import build
-from gradveil.representation.layers.jacobian import Tape
-from gradveil.representation.scores import row_norms
-from gradveil.representation.scores.api import linearise
-from gradveil.representation.scores.exact import Start, exact_rows
-from gradveil.representation.scores.fast import cpu_kernel
-from gradveil.representation.scores.fast.cpu_kernel import lanes_rows, pieces_of
+from gradveil.representation import cpu_kernel
+from gradveil.representation.cpu_kernel import lanes_rows, pieces_of
+from gradveil.representation.jacobian import Tape
+from gradveil.representation.rows import Start, exact_rows
+from gradveil.representation.scores import linearise, row_norms
 from reference.score_models import make
 
 PS = (2.0, 1.0, inf)

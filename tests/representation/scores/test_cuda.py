@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from gradveil.representation.layers.jacobian import Tape
-from gradveil.representation.layers.recorder import walkable
-from gradveil.representation.scores import METHODS, api, leak_scores, row_norms
-from gradveil.representation.scores.api import Method, linearise
-from gradveil.representation.scores.exact import RowNorms, exact_rows
-from gradveil.representation.scores.fast import replay as cuda
-from gradveil.representation.scores.fast.matrices import paired_rows
-from gradveil.representation.scores.fast.replay import _RECORDINGS, Recording
+from gradveil.representation import scores as api
+from gradveil.representation import scores as cuda
+from gradveil.representation.jacobian import Tape
+from gradveil.representation.matrices import paired_rows
+from gradveil.representation.recorder import walkable
+from gradveil.representation.rows import RowNorms, exact_rows
+from gradveil.representation.scores import _RECORDINGS, METHODS, Method, Recording, leak_scores, linearise, row_norms
 from reference.score_models import BUILDERS, make
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -10,9 +10,8 @@ from torch.testing import assert_close
 from gradveil.errors import ScoreError
 from gradveil.models import build
 from gradveil.modules import find_layer
-from gradveil.representation.layers.jacobian import Jacobian
-from gradveil.representation.scores import leak_scores, row_norms
-from gradveil.representation.scores.api import BUDGET, PROBES, choose, linearise
+from gradveil.representation.jacobian import Jacobian
+from gradveil.representation.scores import BUDGET, PROBES, choose, leak_scores, linearise, row_norms
 from reference.leak_scores import reference_jacobian
 from reference.score_models import BUILDERS, make
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from gradveil.representation.layers.jacobian import FunctionJacobian, Tape
-from gradveil.representation.scores import leak_scores, row_norms
-from gradveil.representation.scores.api import linearise
-from gradveil.representation.scores.exact import exact_rows
+from gradveil.representation.jacobian import FunctionJacobian, Tape
+from gradveil.representation.rows import exact_rows
+from gradveil.representation.scores import leak_scores, linearise, row_norms
 from reference.leak_scores import reference_jacobian, reference_scores
 from reference.score_models import BUILDERS, make
 

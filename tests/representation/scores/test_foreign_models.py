@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from gradveil.errors import ScoreError
-from gradveil.representation.layers.jacobian import Jacobian
+from gradveil.representation.jacobian import Jacobian
 from gradveil.representation.scores import leak_scores
 from reference.leak_scores import reference_scores
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.models import build
+from gradveil.representation.matrices import StackedRows
 from gradveil.representation.scores import row_norms
-from gradveil.representation.scores.fast.matrices import StackedRows
 from gradveil.representation.selection import largest_live, largest_live_each
 from gradveil.tree import parameters
 
@@ -37,7 +37,7 @@ def test_each_models_norms_are_those_it_has_alone(network: str, at_once: int) ->
 
 
 def test_half_precision_factors_are_scaled_into_range_and_back() -> None:
-    from gradveil.representation.scores.fast.matrices import _scaled
+    from gradveil.representation.matrices import _scaled
 
     tiny = torch.tensor([[1e-9, 3e-10], [2e5, -7e5]])
     small, scale = _scaled(tiny, True)

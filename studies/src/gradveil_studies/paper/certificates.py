@@ -13,8 +13,8 @@ from gradveil.data import load
 from gradveil.models import build
 from gradveil.modules import find_layer, representation
 from gradveil.ranges import Count, Share
-from gradveil.representation.certificates.base import SCOPE, Certificate, Kind, blind_mse, largest_mse
-from gradveil.representation.certificates.certify import certify, readable_p
+from gradveil.representation.certify import certify, readable_p
+from gradveil.representation.problem import SCOPE, Certificate, Kind, blind_mse, largest_mse
 from gradveil.threats.rows import group
 from gradveil.threats.trial import PUBLIC
 from gradveil_studies.paper.base import ITEMS, Context, Item, Judgement, Row, finite, judge, papers_defense

@@ -9,8 +9,8 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from gradveil.representation.layers.jacobian import Jacobian, Tape
-from gradveil.representation.layers.rules.base import wide
+from gradveil.representation.jacobian import Jacobian, Tape
+from gradveil.representation.rules.base import wide
 from gradveil.seeds import Seeds
 
 NORMS = (1.0, 2.0, inf)  # the p that exact methods know; estimators know 2 only

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.base import (
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.base import (
     Call,
     Edges,
     Operator,
@@ -26,7 +26,7 @@ from gradveil.representation.layers.rules.base import (
     rule,
     wide,
 )
-from gradveil.representation.layers.rules.shapes import Move
+from gradveil.representation.rules.shapes import Move
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from gradveil.representation.layers.rules.arithmetic import Scale
+    from gradveil.representation.rules.arithmetic import Scale
 
 Shape = tuple[int, ...]
 

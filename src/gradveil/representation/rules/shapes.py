@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.representation.layers.rules.base import Call, Edges, Operator, Shape, Walked, affine, plain, rule
+from gradveil.representation.rules.base import Call, Edges, Operator, Shape, Walked, affine, plain, rule
 
 
 class Move(Operator):

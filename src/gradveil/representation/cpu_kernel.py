@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gradveil.imports import on_threads, variants_of
-from gradveil.representation.layers.jacobian import Tape
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.base import Operator
-from gradveil.representation.layers.rules.products import Dense
-from gradveil.representation.layers.rules.shapes import Reshape
-from gradveil.representation.layers.rules.windows import Choose, Convolution
-from gradveil.representation.scores.exact import TINY, RowNorms, Start, live_first
+from gradveil.representation.jacobian import Tape
+from gradveil.representation.rows import TINY, RowNorms, Start, live_first
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.base import Operator
+from gradveil.representation.rules.products import Dense
+from gradveil.representation.rules.shapes import Reshape
+from gradveil.representation.rules.windows import Choose, Convolution
 
 Image = tuple[int, int, int]  # channels, height, width
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.representation.layers.rules.arithmetic import Scale, scaled
-from gradveil.representation.layers.rules.base import Call, Edges, Step, Walked, plain, rule, wide
+from gradveil.representation.rules.arithmetic import Scale, scaled
+from gradveil.representation.rules.base import Call, Edges, Step, Walked, plain, rule, wide
 
 aten = torch.ops.aten
 Map = Callable[[Tensor], Tensor]

@@ -1,6 +1,7 @@
 """``leak_scores``: how much each entry of a representation gives away, by a method of choice."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -11,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradveil.errors import ScoreError, did_you_mean
 from gradveil.modules import check_ready, find_layer, find_module, prefix, under_transform
-from gradveil.representation.layers.jacobian import FunctionJacobian, Jacobian, Tape
-from gradveil.representation.layers.recorder import Graph, record, walk, walkable
-from gradveil.representation.layers.rules.base import wide
-from gradveil.representation.scores.exact import (
+from gradveil.representation.cpu_kernel import lanes_rows
+from gradveil.representation.jacobian import FunctionJacobian, Jacobian, Tape
+from gradveil.representation.matrices import paired_rows
+from gradveil.representation.recorder import Graph, record, walk, walkable
+from gradveil.representation.rows import (
     NORMS,
     RowNorms,
     exact_rows,
@@ -24,9 +26,7 @@ from gradveil.representation.scores.exact import (
     scores,
     sketch_rows,
 )
-from gradveil.representation.scores.fast.cpu_kernel import lanes_rows
-from gradveil.representation.scores.fast.matrices import paired_rows
-from gradveil.representation.scores.fast.replay import replayed
+from gradveil.representation.rules.base import wide
 
 METHODS = ("auto", "exact", "loop", "sketch", "moment")
 MEMORY = {"cpu": 2**29, "cuda": 2**31}  # bytes, where none are given
@@ -268,3 +268,79 @@ def effort(jacobian: Jacobian) -> int:
 
 def _size(t: Tensor) -> int:
     return t[0].numel()
+
+
+_KEPT = 4  # recordings of one model; each holds the memory it works in
+_SETTINGS = ("stride", "padding", "dilation", "groups", "kernel_size", "ceil_mode", "start_dim", "end_dim")
+_NEW, _PLAIN = "seen once", "never to be recorded"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One call as a CUDA graph: it reads ``inputs`` and the model's weights where they lie, and writes ``rows``."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    rows: RowNorms
+    kept: tuple[Tensor, ...]  # read by the graph as well
+
+    @classmethod
+    def of(cls, run: Callable[[Tensor], RowNorms], x: Tensor, kept: tuple[Tensor, ...]) -> "Recording":
+        """Record a call; it must not wait for the device."""
+        inputs = x.clone()
+        side = torch.cuda.Stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):  # libraries set themselves up here, not in the recording
+            for _ in range(2):
+                run(inputs)
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            rows = run(inputs)
+        return cls(graph, inputs, rows, kept)
+
+    def __call__(self, x: Tensor) -> RowNorms:
+        self.inputs.copy_(x)
+        self.graph.replay()
+        return RowNorms(self.rows.r.clone(), {p: norms.clone() for p, norms in self.rows.norms.items()})
+
+
+_RECORDINGS: WeakKeyDictionary[nn.Module, "OrderedDict[Hashable, Recording | str]"] = WeakKeyDictionary()
+
+
+def replayed(model: nn.Module, layers: list[nn.Module], x: Tensor, method: Method) -> RowNorms:
+    """Return what the method finds for a walked chain, from the second call of its kind on by replay.
+
+    Of one kind are calls with the same method, shapes, precision, layers and places of weights in memory; the values
+    of x and of the weights may change. Long calls, and those that cannot be recorded, are made plainly.
+    """
+
+    def static(inputs: Tensor) -> RowNorms:
+        return method(walk(layers, inputs), static=True)
+
+    if torch.cuda.is_current_stream_capturing():
+        return static(x)
+    precision = torch.get_float32_matmul_precision()
+    kind = (method, x.shape, x.dtype, x.device, precision, tuple(map(_signature, layers)))
+    known = _RECORDINGS.setdefault(model, OrderedDict())
+    if kind not in known:
+        tape = walk(layers, x)
+        known[kind] = _NEW if method.is_static(tape) else _PLAIN
+        while len(known) > _KEPT:
+            known.popitem(last=False)
+        return method(tape)
+    known.move_to_end(kind)
+    if known[kind] == _NEW:
+        try:
+            with torch.cuda.device(x.device):
+                known[kind] = Recording.of(static, x, method.constants(x))
+        except RuntimeError:
+            known[kind] = _PLAIN
+    recording = known[kind]
+    return recording(x) if isinstance(recording, Recording) else method(walk(layers, x))
+
+
+def _signature(layer: nn.Module) -> Hashable:
+    settings = tuple(map(layer.__dict__.get, _SETTINGS))
+    places = tuple((p.data_ptr(), p.shape, p.dtype) for p in layer._parameters.values() if p is not None)
+    return id(layer), settings, places

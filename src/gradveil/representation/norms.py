@@ -22,12 +22,12 @@ from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
 from gradveil.errors import CertificateError
-from gradveil.representation.layers.rules.activations import Pointwise
-from gradveil.representation.layers.rules.arithmetic import Mean, Scale
-from gradveil.representation.layers.rules.base import Affine, Step
-from gradveil.representation.layers.rules.products import Dense
-from gradveil.representation.layers.rules.shapes import Move
-from gradveil.representation.layers.rules.windows import Average, Convolution, MaxPool
+from gradveil.representation.rules.activations import Pointwise
+from gradveil.representation.rules.arithmetic import Mean, Scale
+from gradveil.representation.rules.base import Affine, Step
+from gradveil.representation.rules.products import Dense
+from gradveil.representation.rules.shapes import Move
+from gradveil.representation.rules.windows import Average, Convolution, MaxPool
 
 DENSE = 4096  # largest side of a Gram matrix that is formed
 DIRECT = 1024  # largest side whose eigenvalues are all computed

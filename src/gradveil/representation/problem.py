@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, prefix
-from gradveil.representation.certificates.chain import StepChain, step_chain
-from gradveil.representation.certificates.norms import Norm, Precision, check_p, forward_error, operator_norm
-from gradveil.representation.layers.jacobian import FunctionJacobian
+from gradveil.representation.chain import StepChain, step_chain
+from gradveil.representation.jacobian import FunctionJacobian
+from gradveil.representation.norms import Norm, Precision, check_p, forward_error, operator_norm
 
 ROUNDING = 1e-12  # relative, of a sum computed here in float64: thousands of roundings
 

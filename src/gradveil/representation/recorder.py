@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradveil.modules import copied_state, input_of, plain_attention, sequential
-from gradveil.representation.layers.jacobian import Edge, Node, Tape
-from gradveil.representation.layers.rules.base import PLAIN, RULES, Call, Rule, Shape, Step
+from gradveil.representation.jacobian import Edge, Node, Tape
+from gradveil.representation.rules.base import PLAIN, RULES, Call, Rule, Shape, Step
 
 # What these return has the shape of their argument and nothing else of it.
 _FILLED = {

@@ -20,8 +20,8 @@ from torch.func import vmap
 
 from gradveil.errors import ScoreError
 from gradveil.modules import plain_attention, prefix
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.base import Operator, Shape, wide
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.base import Operator, Shape, wide
 
 
 class Jacobian(ABC):

@@ -21,7 +21,18 @@ from torch import Generator, Tensor, nn
 from gradveil.errors import CertificateError, did_you_mean
 from gradveil.gradients.functional import quiet
 from gradveil.modules import prefix
-from gradveil.representation.certificates.base import (
+from gradveil.representation.chain import is_reshape
+from gradveil.representation.intervals import (
+    box_lipschitz,
+    plane,
+    propagate,
+    pull_rounding,
+    pull_rows,
+    tighten,
+)
+from gradveil.representation.jacobian import FunctionJacobian, Jacobian
+from gradveil.representation.norms import Norm, lanczos
+from gradveil.representation.problem import (
     RANGE,
     ROUNDING,
     SCOPE,
@@ -34,18 +45,7 @@ from gradveil.representation.certificates.base import (
     norm,
     ratio,
 )
-from gradveil.representation.certificates.chain import is_reshape
-from gradveil.representation.certificates.intervals import (
-    box_lipschitz,
-    plane,
-    propagate,
-    pull_rounding,
-    pull_rows,
-    tighten,
-)
-from gradveil.representation.certificates.norms import Norm, lanczos
-from gradveil.representation.layers.jacobian import FunctionJacobian, Jacobian
-from gradveil.representation.layers.rules.activations import Interval
+from gradveil.representation.rules.activations import Interval
 from gradveil.representation.scores import row_norms
 
 MARGIN = 1 + 1e-9  # on every Lipschitz constant, for rounding

@@ -11,12 +11,12 @@ from math import inf
 import torch
 from torch import Tensor
 
-from gradveil.representation.certificates.base import Region
-from gradveil.representation.certificates.chain import StepChain, is_reshape
-from gradveil.representation.certificates.norms import operator_norm, slack, spectral
-from gradveil.representation.layers.rules.activations import Curve, Interval, Pointwise
-from gradveil.representation.layers.rules.base import Affine, Step
-from gradveil.representation.layers.rules.windows import MaxPool
+from gradveil.representation.chain import StepChain, is_reshape
+from gradveil.representation.norms import operator_norm, slack, spectral
+from gradveil.representation.problem import Region
+from gradveil.representation.rules.activations import Curve, Interval, Pointwise
+from gradveil.representation.rules.base import Affine, Step
+from gradveil.representation.rules.windows import MaxPool
 
 
 def exact_range(step: Step, lower: Tensor, upper: Tensor) -> Interval:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.representation.layers.rules.base import Affine, Call, Edges, Operator, Shape, affine, rule, wide
+from gradveil.representation.rules.base import Affine, Call, Edges, Operator, Shape, affine, rule, wide
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gradveil.errors import CertificateError
 from gradveil.modules import copied_state, find_layer, input_of
-from gradveil.representation.certificates.norms import Precision, forward_error, operator_norm
-from gradveil.representation.layers.recorder import Graph, Operation, record
-from gradveil.representation.layers.rules.activations import Pointwise
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.base import Affine, Operator, Shape, Step
-from gradveil.representation.layers.rules.products import Dense
-from gradveil.representation.layers.rules.shapes import Reshape
-from gradveil.representation.layers.rules.windows import Convolution
+from gradveil.representation.norms import Precision, forward_error, operator_norm
+from gradveil.representation.recorder import Graph, Operation, record
+from gradveil.representation.rules.activations import Pointwise
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.base import Affine, Operator, Shape, Step
+from gradveil.representation.rules.products import Dense
+from gradveil.representation.rules.shapes import Reshape
+from gradveil.representation.rules.windows import Convolution
 
 
 @dataclass(frozen=True)

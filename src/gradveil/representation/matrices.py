@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gradveil.modules import find_layer
-from gradveil.representation.layers.jacobian import Tape
-from gradveil.representation.layers.recorder import walkable
-from gradveil.representation.layers.rules.activations import BY_OUTPUT
-from gradveil.representation.layers.rules.arithmetic import Scale
-from gradveil.representation.layers.rules.base import Shape, wide
-from gradveil.representation.layers.rules.shapes import Reshape
-from gradveil.representation.layers.rules.windows import Convolution
-from gradveil.representation.scores.exact import RowNorms
+from gradveil.representation.jacobian import Tape
+from gradveil.representation.recorder import walkable
+from gradveil.representation.rows import RowNorms
+from gradveil.representation.rules.activations import BY_OUTPUT
+from gradveil.representation.rules.arithmetic import Scale
+from gradveil.representation.rules.base import Shape, wide
+from gradveil.representation.rules.shapes import Reshape
+from gradveil.representation.rules.windows import Convolution
 from gradveil.tree import Params
 
 _LARGEST = 2**24  # entries of a pair's matrix that is worth writing out

@@ -1,1 +1,0 @@
-"""Bounds, each with what it rests on."""

@@ -1,1 +1,0 @@
-"""Machinery: the same scores, faster."""
