@@ -3,7 +3,7 @@
 import torch
 from torch import Generator, nn
 
-from gradveil.auditing.certificates import finite, layer_certificates, lowest, metered
+from gradveil.auditing.certificates import layer_certificates, metered
 from gradveil.protection.defense import build
 from gradveil.types import Batch, GaussianPrior
 
@@ -40,10 +40,6 @@ def test_only_servers_whose_knowledge_shows_are_metered(model: nn.Module, batch:
     assert [m.server for m in none] == ["plain"]
     noisy = metered(model, one, build("gaussian:scale=10,relative=true"), 5, rng, prior)
     assert noisy[0].leak.mse > 10 * none[0].leak.mse
-    best = lowest(ours)
-    assert best is not None
-    assert best.leak.mse == min(m.leak.mse for m in ours)
-    assert lowest([]) is None
 
 
 def test_a_server_that_only_switches_its_attack_is_not_metered(batch: Batch, rng: Generator) -> None:
@@ -52,7 +48,3 @@ def test_a_server_that_only_switches_its_attack_is_not_metered(batch: Batch, rng
     names = [known.name for known in ours.servers(model)]
     assert "analytic" in names  # dW/db of the first layer: another attack on the same numbers
     assert [m.server for m in metered(model, one, ours, 5, rng)] == [n for n in names if n != "analytic"]
-
-
-def test_json_has_no_infinity() -> None:
-    assert finite(torch.tensor([1.0, torch.inf, torch.nan])) == [1.0, None, None]

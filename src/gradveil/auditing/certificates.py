@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.auditing.run_folder import Row
@@ -253,16 +252,6 @@ def metered(
             continue
         found.append(ServerLeak(known.name, known.why, leak_meter(view, truth, prior, rng=rng, each=each)))
     return found
-
-
-def lowest(found: Sequence[ServerLeak]) -> ServerLeak | None:
-    """Return the server that gets most: the one whose figure counts."""
-    return min(found, key=lambda m: m.leak.mse, default=None)
-
-
-def finite(values: Tensor) -> list[float | None]:
-    """Return numbers for JSON: None where there is no finite one."""
-    return [float(v) if torch.isfinite(v) else None for v in values]
 
 
 AT_FLOOR = "Says nothing: no noise limits what this server gets."

@@ -1,7 +1,9 @@
 """``gradveil certify``: what can be promised about a model, some images and a defence, and on what it rests."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
@@ -14,8 +16,6 @@ from gradveil.protection.defense import accounted, in_round
 from gradveil.ranges import Count, Seed, check
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gradveil.auditing.certificates import LayerCertificate, ServerLeak
 
 
@@ -51,11 +51,11 @@ def command(given: Given) -> None:
     check(asked)
     with shared.working(asked.json or asked.quiet, "certify"):
         found = figures(asked)
-    shared.print_json(as_json(found)) if asked.json else show(found, Console())
+    shared.print_json(found) if asked.json else show(found, Console())
 
 
 def figures(asked: CertifyOptions) -> dict[str, Any]:
-    """Compute everything that the command shows."""
+    """Compute everything that the command shows: lists, numbers and words."""
     from gradveil.auditing.certificates import KINDS, layer_certificates, metered, promise_rows
     from gradveil.auditing.settings import find_device
     from gradveil.auditing.update_files import load_weights
@@ -81,7 +81,8 @@ def figures(asked: CertifyOptions) -> dict[str, Any]:
     public = Public.draw(source, seeds("public"), RANK if asked.meter else None).to(at)
     run = PlannedRun(1, None, 1, asked.participations, asked.participations, asked.cohort)
     defense = in_round(accounted(defense).for_run(run), model, public.batch.to(at), build_loss(asked.loss))
-    chosen: Any = check_kinds(asked.kinds) or KINDS
+    check_kinds(asked.kinds, KINDS)
+    chosen: Any = asked.kinds or KINDS
     steps, leaks = count(), []
     total = len(defense.layers(model)) * len(chosen) + asked.meter * len(truth)
 
@@ -94,55 +95,70 @@ def figures(asked: CertifyOptions) -> dict[str, Any]:
             rng = seeds("meter", i)
             one = truth[i : i + 1].to(at)
             width, local = source.outputs(asked.loss), Local(loss=asked.loss)
-            leaks.append(metered(model, one, defense, width, rng, public.prior, local=local))
+            leaks.append([_leak_row(m) for m in metered(model, one, defense, width, rng, public.prior, local=local)])
+    promised = layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p, each=each)
+    whole = promise_rows(asked.defense, defense, run, public.batch, truth.labels, public.choices)
+    found = {"model": asked.model, "dataset": asked.dataset, "defense": asked.defense, "p": asked.norm}
+    return found | ({"whole_run": whole} if whole else {}) | {
+        "certificates": [_certificate_row(one) for one in promised],
+        "meter": leaks,
+        "largest_mse": largest_mse(truth.inputs).tolist(),
+        "mean_image_mse": blind_mse(truth.inputs, public.batch.inputs.mean(0)).tolist(),
+    }  # fmt: skip
+
+
+def _certificate_row(one: "LayerCertificate") -> dict[str, Any]:
+    row: dict[str, Any] = {"layer": one.layer, "kind": one.kind, "says": one.words()}
+    if (c := one.certificate) is not None:
+        row |= {"sound": c.sound, "bound": c.bound.tolist(), "mse": c.to_mse().tolist(), "how": c.how}
+        row |= {"assumptions": list(c.assumptions), "details": {k: v.tolist() for k, v in c.details.items()}}
+    return row
+
+
+def _leak_row(metered: "ServerLeak") -> dict[str, Any]:
+    leak = metered.leak
     return {
-        "model": asked.model,
-        "dataset": asked.dataset,
-        "defense": asked.defense,
-        "p": asked.norm,
-        "promises": layer_certificates(model, truth.to(at), defense, seeds("defense"), chosen, p, each=each),
-        "leaks": leaks,
-        "whole_run": promise_rows(asked.defense, defense, run, public.batch, truth.labels, public.choices),
-        "largest": largest_mse(truth.inputs),
-        "blind": blind_mse(truth.inputs, public.batch.inputs.mean(0)),
-    }
+        "server": metered.server, "why": metered.why, "mse": leak.mse, "low": leak.low, "before": leak.prior_mse,
+        "at_floor": leak.at_floor, "rank": leak.rank, "unknowns": leak.unknowns, "how": leak.how,
+        "assumptions": list(leak.assumptions),
+    }  # fmt: skip
 
 
-def check_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the kinds where all are known and can be shown for a defence alone."""
+def check_kinds(kinds: tuple[str, ...], known: Sequence[str]) -> None:
+    """Raise where a kind is not known, or cannot be shown for a defence alone."""
     from gradveil.errors import CertificateError, did_you_mean
-    from gradveil.representation.certify import KINDS
 
-    known = [k for k in KINDS if k != "residual"]
     for kind in kinds:
         if kind not in known:
             hint = did_you_mean(kind, known)
             raise CertificateError(f"--kind {kind!r} cannot be shown here. {hint}Give: {', '.join(known)}.")
-    return kinds
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the tables, the context and the assumptions in words."""
     console.print(f"[bold]{found['defense']}[/bold] on {found['model']}, {found['dataset']}, p = {found['p']}\n")
-    promised: list[LayerCertificate] = found["promises"]
-    if promised:
-        console.print(_promise_table(promised, found["largest"]))
+    if promised := found["certificates"]:
+        console.print(_promise_table(promised, found["largest_mse"]))
         _state(console, promised)
     else:
         console.print("This defence perturbs no representation, so the theorem on r′ has nothing to say of it.\n")
-    if found["whole_run"]:
+    if "whole_run" in found:
         _show_promises(console, found["whole_run"])
-    if found["leaks"]:
-        console.print(_leak_table(found["leaks"]))
+    if leaks := found["meter"]:
+        console.print(_leak_table(leaks))
         console.print("")
-        for sentence in found["leaks"][0][0].leak.assumptions if found["leaks"][0] else ():
-            console.print(f"  [dim]- {sentence}[/dim]", highlight=False)
-        console.print("")
+        _say(console, leaks[0][0]["assumptions"] if leaks[0] else ())
     console.print(
-        f"Beside every figure: the mean image has an MSE of {_span(found['blind'])}, and no image in the data range "
-        f"can have more than {_span(found['largest'])}.",
+        f"Beside every figure: the mean image has an MSE of {_span(found['mean_image_mse'])}, and no image in the data "
+        f"range can have more than {_span(found['largest_mse'])}.",
         highlight=False,
     )
+
+
+def _say(console: Console, sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        console.print(f"  [dim]- {sentence}[/dim]", highlight=False)
+    console.print("")
 
 
 def _show_promises(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -156,89 +172,47 @@ def _show_promises(console: Console, rows: list[dict[str, Any]]) -> None:
         table.add_row(name, ", ".join(layers), value, says)
     console.print(table)
     console.print("")
-    for sentence in dict.fromkeys(text for row in rows for text in row["assumptions"]):
-        console.print(f"  [dim]- {sentence}[/dim]", highlight=False)
-    console.print("")
+    _say(console, dict.fromkeys(text for row in rows for text in row["assumptions"]))
 
 
-def _promise_table(promised: "list[LayerCertificate]", largest: "Tensor") -> Table:
+def _promise_table(promised: list[dict[str, Any]], largest: list[float]) -> Table:
     table = Table("layer", "kind", "proved", "MSE at least", "what it says", box=None, pad_edge=False)
-    for promise in promised:
-        c = promise.certificate
-        if c is None:
-            table.add_row(promise.layer, promise.kind, "-", "-", promise.reason)
+    for row in promised:
+        if "mse" not in row:
+            table.add_row(row["layer"], row["kind"], "-", "-", row["says"])
             continue
-        beyond = bool((c.to_mse() > largest).any()) and not c.sound
-        note = promise.words() + (" It exceeds the largest MSE possible." if beyond else "")
-        value = "no image" if bool(c.bound.isinf().all()) else _span(c.to_mse())
-        table.add_row(promise.layer, promise.kind, "yes" if c.sound else "no", value, note)
+        beyond = not row["sound"] and any(mse > most for mse, most in zip(row["mse"], largest, strict=True))
+        note = row["says"] + (" It exceeds the largest MSE possible." if beyond else "")
+        value = "no image" if all(bound == inf for bound in row["bound"]) else _span(row["mse"])
+        table.add_row(row["layer"], row["kind"], "yes" if row["sound"] else "no", value, note)
     return table
 
 
-def _state(console: Console, promised: "list[LayerCertificate]") -> None:
+def _state(console: Console, promised: list[dict[str, Any]]) -> None:
     console.print("\nWhat the figures rest on:")
-    stated: dict[str, list[str]] = {}
-    for promise in promised:
-        for sentence in promise.certificate.assumptions if promise.certificate else ():
-            kinds = stated.setdefault(sentence, [])
-            if promise.kind not in kinds:
-                kinds.append(promise.kind)
-    for sentence, kinds in stated.items():
-        console.print(f"  [dim]- ({', '.join(kinds)}) {sentence}[/dim]", highlight=False)
-    console.print("")
+    stated: dict[str, dict[str, None]] = {}  # by sentence: the kinds, each once
+    for row in promised:
+        for sentence in row.get("assumptions", ()):
+            stated.setdefault(sentence, {})[row["kind"]] = None
+    _say(console, (f"({', '.join(kinds)}) {sentence}" for sentence, kinds in stated.items()))
 
 
-def _leak_table(leaks: "list[list[ServerLeak]]") -> Table:
-    import torch
-
+def _leak_table(leaks: list[list[dict[str, Any]]]) -> Table:
     table = Table("whole update, server", "MSE at best", "before", "rank", "why", box=None, pad_edge=False)
-    for name in dict.fromkeys(m.server for one in leaks for m in one):
-        mine = [m for one in leaks for m in one if m.server == name]
-        values = torch.tensor([m.leak.mse for m in mine])
-        first = mine[0].leak
-        rank = "-" if first.rank is None else f"{min(m.leak.rank or 0 for m in mine)} of {first.unknowns}"
-        lows = [m.leak.low for m in mine if m.leak.low is not None]
-        value = _span(values) + (f" (estimate; at 95 % {min(lows):.3g} or more)" if lows else "")
-        value = "says nothing (no noise)" if any(m.leak.at_floor for m in mine) else value
-        table.add_row(name, value, f"{first.prior_mse:.3g}", rank, mine[0].why)
+    for name in dict.fromkeys(row["server"] for one in leaks for row in one):
+        mine = [row for one in leaks for row in one if row["server"] == name]
+        first = mine[0]
+        rank = "-" if first["rank"] is None else f"{min(row['rank'] or 0 for row in mine)} of {first['unknowns']}"
+        lows = [row["low"] for row in mine if row["low"] is not None]
+        value = _span([row["mse"] for row in mine])
+        value += f" (estimate; at 95 % {min(lows):.3g} or more)" if lows else ""
+        value = "says nothing (no noise)" if any(row["at_floor"] for row in mine) else value
+        table.add_row(name, value, f"{first['before']:.3g}", rank, first["why"])
     if not any(leaks):
         table.add_row("-", "-", "-", "-", "No server that knows this defence can be metered.")
     return table
 
 
-def _span(values: "Tensor") -> str:
-    low, high = float(values.min()), float(values.max())
-    return f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
-
-
-def as_json(found: dict[str, Any]) -> dict[str, Any]:
-    """Return plain data: lists, numbers, words; null where a number is not finite."""
-    from gradveil.auditing.certificates import finite
-
-    promised: list[LayerCertificate] = found["promises"]
-    rows = []
-    for promise in promised:
-        row: dict[str, Any] = {"layer": promise.layer, "kind": promise.kind, "says": promise.words()}
-        if (c := promise.certificate) is not None:
-            row |= {"sound": c.sound, "bound": finite(c.bound), "mse": finite(c.to_mse()), "how": c.how}
-            row |= {"assumptions": list(c.assumptions), "details": {k: finite(v) for k, v in c.details.items()}}
-        rows.append(row)
-    leaks = [
-        [
-            {
-                "server": m.server, "why": m.why, "mse": m.leak.mse, "low": m.leak.low, "before": m.leak.prior_mse,
-                "at_floor": m.leak.at_floor, "rank": m.leak.rank, "unknowns": m.leak.unknowns, "how": m.leak.how,
-                "assumptions": list(m.leak.assumptions),
-            }
-            for m in one
-        ]
-        for one in found["leaks"]
-    ]  # fmt: skip
-    plain = {k: found[k] for k in ("model", "dataset", "defense", "p")}
-    plain |= {"whole_run": found["whole_run"]} if found["whole_run"] else {}
-    return plain | {
-        "certificates": rows,
-        "meter": leaks,
-        "largest_mse": finite(found["largest"]),
-        "mean_image_mse": finite(found["blind"]),
-    }
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
