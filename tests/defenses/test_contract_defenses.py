@@ -17,8 +17,8 @@ from gradveil.tree import Params, is_finite
 from gradveil.types import Batch, Observation, Update
 
 SPECS = [
-    *DEFENSES.names(), "representation+gaussian:scale=0.1", "representation_direction:p=inf",
-    "representation_authors:offset=0.1", "representation:layer=2/5", "pruning:per=global,on=update",
+    *DEFENSES.names(), "representation+gaussian:scale=0.1", 
+    "representation_authors:offset=0.1", "representation:layer=2/5", "pruning:share=0.5,on=update",
     "laplace:on=weights,relative=true,per=tensor", "gaussian:relative=true,on=update", "qsgd:levels=1,norm=max",
     "pruning:share=0.5+qsgd", "pruning+qsgd:levels=4,norm=max,on=update", "representation+qsgd",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ def test_an_object_is_its_spec() -> None:
     [
         (lambda: defenses.Veil(z=-1), "veil: z=-1: give a number above 0"),
         (lambda: defenses.Veil(tier="cloud"), "veil: tier=cloud: give one of local, aggregate"),
-        (lambda: defenses.Pruning(per="row"), "pruning: per=row: give one of tensor, global"),
+        (lambda: defenses.Pruning(on="row"), "pruning: on=row: give one of gradient, update"),
         (lambda: defenses.RepresentationPerturbation(p=3), "representation: p=3: give one of 1, 2, inf"),
     ],
 )

@@ -20,22 +20,13 @@ def test_the_smallest_entries_of_each_tensor_go(rng: Generator) -> None:
     assert torch.equal(found["b"], torch.tensor([0.0, -0.2]))
 
 
-def test_the_smallest_entries_of_all_tensors_together_go(rng: Generator) -> None:
-    found = Pruning(0.5, per="global").on_gradient(gradient(), rng)
-    assert found["a"].tolist() == [[1.0, -4.0], [3.0, 0.0]]
-    assert found["b"].tolist() == [0.0, 0.0]
-
-
-@given(st.floats(0, 1), st.sampled_from(["tensor", "global"]), st.integers(0, 9))
-def test_counts_are_exact_also_among_equal_entries(share: float, per: str, seed: int) -> None:
+@given(st.floats(0, 1), st.integers(0, 9))
+def test_counts_are_exact_also_among_equal_entries(share: float, seed: int) -> None:
     rng = Generator().manual_seed(seed)
     g = {"a": torch.randint(1, 4, (3, 4), generator=rng).float(), "b": torch.randint(1, 4, (5,), generator=rng).float()}
-    found = build(f"pruning:share={share},per={per}").on_gradient(g, rng)
+    found = build(f"pruning:share={share}").on_gradient(g, rng)
     zeros = {name: int((value == 0).sum()) for name, value in found.items()}
-    if per == "tensor":
-        assert zeros == {"a": round(share * 12), "b": round(share * 5)}
-    else:
-        assert sum(zeros.values()) == round(share * 17)
+    assert zeros == {"a": round(share * 12), "b": round(share * 5)}
 
 
 def test_it_acts_where_it_is_told_to(rng: Generator) -> None:
@@ -45,9 +36,8 @@ def test_it_acts_where_it_is_told_to(rng: Generator) -> None:
     assert torch.equal(Pruning(0.5).on_update(Update(gradient()), rng).gradient["a"], gradient()["a"])
 
 
-@pytest.mark.parametrize("per", ["tensor", "global"])
-def test_a_server_can_prune_its_trial_gradients_and_differentiate_through_it(per: str, model: nn.Module) -> None:
-    defense = build(f"pruning:share=0.5,per={per}")
+def test_a_server_can_prune_its_trial_gradients_and_differentiate_through_it(model: nn.Module) -> None:
+    defense = build("pruning:share=0.5")
     masked, simulated = defense.servers(model)
     seen = Observation(model, Update(defense.on_gradient(gradient(), Generator())), (1, 8, 8), 5)
 

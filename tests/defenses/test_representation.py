@@ -1,5 +1,3 @@
-from math import inf
-
 import numpy as np
 import pytest
 import torch
@@ -158,36 +156,22 @@ def test_the_authors_rule_removes_dead_entries_first_and_nothing_up_to_their_sha
 
 @pytest.mark.parametrize(
     "spec",
-    [":p=0", ":share=1.5", ":count=-1", ":method=magic", "_authors:share=2", "_authors:method=magic", "_direction:p=3",
-     "_direction:q=0", "_direction:q=3", "_direction:rcond=-1",
-     "_certified:p=3", "_certified:method=magic"],
+    [":p=0", ":share=1.5", ":count=-1", ":method=magic", "_authors:share=2", "_authors:method=magic",
+     "_direction:share=2", "_certified:p=3", "_certified:method=magic"],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(spec: str) -> None:
     with pytest.raises(SpecError):
         build(f"representation{spec}")
 
 
-@pytest.mark.parametrize("q", [1, 2, inf])
-@pytest.mark.parametrize("p", [1, 2, inf])
-def test_a_radius_in_place_of_a_count_is_kept_and_spent(p: float, q: float, batch: Batch, rng: Generator) -> None:
+def test_a_radius_in_place_of_a_count_is_kept_and_spent(batch: Batch, rng: Generator) -> None:
     model, x = relu_model(), batch.inputs
     r = representation(model, "5", x)
 
-    changed = RepresentationDirection(0.2, q=q, p=p, layer="5").perturb(model, "5", x, r, rng)
+    changed = RepresentationDirection(0.2, layer="5").perturb(model, "5", x, r, rng)
 
-    moved = torch.linalg.vector_norm(changed - r, q, dim=1)
-    assert_close(moved, 0.2 * torch.linalg.vector_norm(r, q, dim=1))
-
-
-def test_a_clipped_change_stays_in_the_range_and_within_the_radius(batch: Batch, rng: Generator) -> None:
-    model, x = relu_model(), batch.inputs
-    r = representation(model, "5", x)
-    free = build("representation_direction:share=0.5,layer=5").perturb(model, "5", x, r, rng)
-    clipped = build("representation_direction:share=0.5,layer=5,clip=true").perturb(model, "5", x, r, rng)
-    low, high = r.amin(1, keepdim=True), r.amax(1, keepdim=True)
-    assert bool((free < low).any())
-    assert bool(((clipped >= low) & (clipped <= high)).all())
-    assert bool(((clipped - r).norm(dim=1) <= (free - r).norm(dim=1)).all())
+    assert_close((changed - r).norm(dim=1), 0.2 * r.norm(dim=1))
+    assert bool((((changed - r) * r).sum(1) <= 1e-6).all())  # of both signs the one that shrinks r
 
 
 def test_a_representation_that_does_not_depend_on_the_input_is_not_moved(rng: Generator) -> None:

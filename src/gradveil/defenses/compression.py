@@ -58,23 +58,20 @@ class Compression(Defense):
 class Sign(Compression):
     """Send the sign of each entry (signSGD, Bernstein et al. 2018), times its tensor's mean absolute value.
 
-    The mean is the scale of Karimireddy et al. 2019. Without it (``scaled=false``) every step has the same length, and
-    the learning rate has to be some thousand times smaller.
+    The mean is the scale of Karimireddy et al. 2019: without it every step has the same length.
     """
 
     title = "Signs alone"
 
-    scaled: bool = True  # times the tensor's mean absolute value
-
     def rounded(self, g: Tensor, rng: Source) -> Tensor:
-        return g.sign() * g.abs().mean() if self.scaled else g.sign()
+        return g.sign() * g.abs().mean()
 
     def _trial(self, gradient: Params) -> Params:
         """Return signs of a trial, with slopes that are steep near zero and end where the sign is certain."""
         found = {}
         for name, g in gradient.items():
             size = g.abs().mean()
-            soft = g / (g.square() + 0.1 * size.square() + TINY).sqrt() * (size if self.scaled else 1.0)
+            soft = g / (g.square() + 0.1 * size.square() + TINY).sqrt() * size
             found[name] = soft + (self.rounded(g, Generator()) - soft).detach()
         return found
 

@@ -17,14 +17,14 @@ from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES, Defense, Place
 from gradveil.ranges import Share
 from gradveil.representation.selection import LONG, largest, last_by_rank, last_by_top
-from gradveil.tree import Params, flatten
+from gradveil.tree import Params
 from gradveil.types import Update
 
 
 @DEFENSES.register("pruning")
 @dataclass(frozen=True)
 class Pruning(Defense):
-    """Zero the smallest entries of the gradient or of the update by absolute value (GC in Sun et al. 2020, table 2).
+    """Zero the smallest entries of each tensor of the gradient or the update, in size (GC in Sun et al. 2020, table 2).
 
     Exactly ``round(share × size)`` entries go, of equal ones the first; the others are sent as they are.
     """
@@ -34,7 +34,6 @@ class Pruning(Defense):
     draws: ClassVar[bool] = False
 
     share: Share = 0.8  # of the entries set to zero
-    per: Literal["tensor", "global"] = "tensor"  # the smallest of each tensor, or of all tensors together
     on: Literal["gradient", "update"] = "gradient"  # of each local step, or of what is sent
 
     @property
@@ -44,16 +43,14 @@ class Pruning(Defense):
     def prune(self, gradient: Params) -> Params:
         """Return the gradient without its smallest entries; differentiable in the entries kept."""
         grads = list(gradient.values())
-        whole = [flatten(gradient)] if self.per == "global" else [g.flatten() for g in grads]
+        whole = [g.flatten() for g in grads]
         counts = [round(self.share * entries.numel()) for entries in whole]
         if under_transform() or any(g.requires_grad for g in grads):
             parts = [entries * _kept(entries, count) for entries, count in zip(whole, counts, strict=True)]
         elif all(g.is_cuda for g in grads):
-            parts = [_pruned_together(whole, counts)]
+            parts = list(_pruned_together(whole, counts).split([g.numel() for g in grads]))
         else:
             parts = [_pruned(entries, count) for entries, count in zip(whole, counts, strict=True)]
-        if len(parts) < len(grads):
-            parts = list(parts[0].split([g.numel() for g in grads]))
         return {name: part.view_as(g) for (name, g), part in zip(gradient.items(), parts, strict=True)}
 
     def on_gradient(self, gradient: Params, rng: Source) -> Params:

@@ -13,11 +13,10 @@ from gradveil.modules import find_layer
 from gradveil.privacy.noise import Source, uniform
 from gradveil.protection.defense import DEFENSES, Defense
 from gradveil.protection.passes import weight_name
-from gradveil.ranges import MOST, Among, Norm, Positive, Range, Share, Weight, Whole
+from gradveil.ranges import MOST, Among, Norm, Positive, Range, Share, Whole
 from gradveil.representation.rules.base import wide
 from gradveil.representation.scores import METHODS, leak_scores, row_norms
 from gradveil.representation.selection import (
-    PseudoInverse,
     best_direction,
     jacobian,
     largest_live,
@@ -220,28 +219,21 @@ def _check(model: nn.Module, x: Tensor) -> None:
 @DEFENSES.register("representation_direction")
 @dataclass(frozen=True)
 class RepresentationDirection(LayerDefense):
-    """Move the representation by share × ||r||_q in the direction that moves the input most, example by example."""
+    """Move the representation by share × ||r||₂ in the direction that moves the input most, example by example."""
 
     title = "A direction of a layer hidden"
 
-    share: Share = 0.4  # of ||r||_q: how far r is moved
+    share: Share = 0.4  # of ||r||₂: how far r is moved
     layer: Layers = None  # the defended layers, joined by "/"; None: the last linear one
-    q: Norm = 2  # the norm of the move: 1, 2 or inf
-    p: Norm = 2  # the norm of the input's displacement: 1, 2 or inf
-    rcond: Weight = 0.01  # singular values of J below this share of the largest are left out of J⁺
-    clip: bool = False  # keep r' within the range of r, so that no value gives the change away
 
     def perturb(self, model: nn.Module, layer: str, x: Tensor, r: Tensor, rng: Source) -> Tensor:
         if not self.share:
             return r
-        inverses = [PseudoInverse.of(wide(j), self.rcond) for j in jacobian(model, layer, x, r)]
-        moved = [self._moved(a, wide(row)) for a, row in zip(inverses, r.flatten(1), strict=True)]
+        moved = []
+        for j, row in zip(jacobian(model, layer, x, r), wide(r.flatten(1)), strict=True):
+            u = best_direction(wide(j))
+            if u is not None:
+                u = -u if torch.dot(u.to(row), row) > 0 else u  # both do the same to first order: this one shrinks r
+                row = row + self.share * row.norm() * u.to(row)
+            moved.append(row)
         return torch.stack(moved).view_as(r)
-
-    def _moved(self, inverse: PseudoInverse, r: Tensor) -> Tensor:
-        if not len(inverse.values):
-            return r  # the input does not move r at all
-        u = best_direction(inverse, self.p, self.q).to(r.dtype)  # (L,)
-        sign = -1.0 if torch.dot(u, r) > 0 else 1.0  # both do the same to first order: take the one that shrinks r
-        moved: Tensor = r + sign * self.share * torch.linalg.vector_norm(r, self.q) * u
-        return moved.clamp(r.min(), r.max()) if self.clip else moved

@@ -2,13 +2,8 @@
 
 max ||J⁺ u||_p subject to ||u||_q ≤ ε is which change of the representation moves the input most, to first order (Sun et
 al. 2020, equations 3 to 8). The paper solves q = 0, p = 2 entry by entry, by a score that needs no J⁺ (algorithm 1).
-``best_direction`` solves it for q = 1, 2 or inf. J⁺ is truncated, since the smallest singular values of J are numerical
-noise and J⁺ would be nothing but their inverses. Where no maximum is known to be reached, the problem is NP-hard and
-gets an ascent that never goes down.
+``best_direction`` solves it for p = q = 2.
 """
-
-from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 import torch
@@ -87,29 +82,8 @@ def _keys(r: Tensor, scores: Tensor) -> Tensor:
     return torch.where(r != 0, scores.nan_to_num(nan=torch.inf, posinf=torch.inf), -1.0)  # no score is negative
 
 
-_ROUNDS = 50  # of an ascent; each round raises the objective, or it is over
 _ROWS = 128  # of a Jacobian in one vectorised backward pass
-
-
-@dataclass(frozen=True)
-class PseudoInverse:
-    """J⁺ of one example, with singular values below ``rcond`` times the largest left out."""
-
-    left: Tensor  # (L, k), left singular vectors of J, by falling singular value
-    values: Tensor  # (k,), the singular values kept
-    right: Tensor  # (d, k)
-
-    @classmethod
-    def of(cls, jacobian: Tensor, rcond: float) -> "PseudoInverse":
-        """Decompose J (L, d)."""
-        u, s, vt = torch.linalg.svd(jacobian, full_matrices=False)
-        kept = (s > rcond * s[0]) & (s > 0)
-        return cls(u[:, kept], s[kept], vt[kept].T)
-
-    def dense(self) -> Tensor:
-        """Return A = J⁺, (d, L)."""
-        inverse: Tensor = (self.right / self.values) @ self.left.T
-        return inverse
+_WEAKEST = 0.01  # of the largest singular value of J: smaller ones are numerical noise
 
 
 def jacobian(model: nn.Module, layer: str, x: Tensor, r: Tensor) -> Tensor:
@@ -126,36 +100,11 @@ def jacobian(model: nn.Module, layer: str, x: Tensor, r: Tensor) -> Tensor:
     return torch.cat(rows).flatten(2).transpose(0, 1).detach()
 
 
-def best_direction(inverse: PseudoInverse, p: float, q: float) -> Tensor:
-    """Return u (L,) with ||u||_q = 1 that moves the input most in the p-norm, for q = 1, 2 or inf.
+def best_direction(jacobian: Tensor) -> Tensor | None:
+    """Return u (L,) of length 1 that moves the input most, ||J⁺ u||_2, for J (L, d); None where J is zero.
 
-    Exact for q = 1, for p = inf, and for p = q = 2 (the last kept left singular vector). The sign is free.
+    It is the left singular vector of J's smallest singular value above the noise. The sign is free.
     """
-    if p == q == 2:
-        return inverse.left[:, -1]
-    a = inverse.dense()  # (d, L)
-    if q == 1:
-        best = torch.linalg.vector_norm(a, p, dim=0).argmax()
-        return torch.eye(a.shape[1], dtype=a.dtype, device=a.device)[best]
-    if p == inf:
-        return _unit(a[torch.linalg.vector_norm(a, 2 if q == 2 else 1, dim=1).argmax()], q)
-    return _ascend(a, inverse.left[:, -1], p, q)
-
-
-def _ascend(a: Tensor, start: Tensor, p: float, q: float) -> Tensor:
-    """Return a local maximum of ||A u||_p over ||u||_q = 1: maximise its linear lower bound, again and again."""
-    u = _unit(start, q)
-    value = torch.linalg.vector_norm(a @ u, p)
-    for _ in range(_ROUNDS):
-        moved = a @ u
-        trial = _unit(a.T @ (moved.sign() if p == 1 else moved), q)
-        new = torch.linalg.vector_norm(a @ trial, p)
-        if new <= value * (1 + 1e-6):
-            break
-        u, value = trial, new
-    return u
-
-
-def _unit(direction: Tensor, q: float) -> Tensor:
-    """Return the u with ||u||_q = 1 that has the largest inner product with a direction, q = 2 or inf."""
-    return direction / direction.norm() if q == 2 else torch.where(direction >= 0, 1.0, -1.0).to(direction)
+    vectors, sizes, _ = torch.linalg.svd(jacobian, full_matrices=False)
+    kept = (sizes > _WEAKEST * sizes[0]) & (sizes > 0)
+    return vectors[:, kept][:, -1] if bool(kept.any()) else None
