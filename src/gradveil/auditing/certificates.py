@@ -195,7 +195,6 @@ def layer_certificates(
     rng: Generator,
     kinds: Sequence[Kind] = KINDS,
     p: float = 2,
-    bounds: tuple[float, float] = (0.0, 1.0),
     each: Callable[[], None] = nothing,
 ) -> list[LayerCertificate]:
     """Return a certificate of every kind for each layer that the defence perturbs; none where it perturbs none.
@@ -209,7 +208,7 @@ def layer_certificates(
         for kind in kinds:
             each()
             try:
-                certificate = certify(model, layer, batch.inputs, perturbed, p, kind, bounds=bounds, rng=rng)
+                certificate = certify(model, layer, batch.inputs, perturbed, p, kind, rng=rng)
                 found.append(LayerCertificate(layer, kind, certificate))
             except CertificateError as error:
                 found.append(LayerCertificate(layer, kind, None, str(error)))
@@ -232,7 +231,6 @@ def metered(
     num_classes: int,
     rng: Generator,
     prior: GaussianPrior | None = None,
-    bounds: tuple[float, float] = (0.0, 1.0),
     each: Callable[[], None] = nothing,
     lr: float | None = None,
     local: Local | None = None,
@@ -244,7 +242,7 @@ def metered(
     can be metered: one that merely switches to another attack sees the same numbers. ``each`` is called before each
     step of a reading. ``lr`` and ``local``: see ``observe``. ``servers``: in place of those that the defence declares.
     """
-    seen = observe(model, truth, defense, rng, num_classes, prior, lr, with_labels=True, bounds=bounds, local=local)
+    seen = observe(model, truth, defense, rng, num_classes, prior, lr, with_labels=True, local=local)
     found = []
     for known in defense.servers(model) if servers is None else servers:
         view = known.view(seen)

@@ -188,13 +188,7 @@ def inside(data: Path | None, given: str) -> Path:
     return data / path if data is not None and not path.exists() and (data / path).exists() else path
 
 
-def from_arrays(
-    name: str,
-    train: tuple[Any, Any],
-    test: tuple[Any, Any] | None = None,
-    class_names: tuple[str, ...] | None = None,
-    test_share: float = 0.2,
-) -> Dataset:
+def from_arrays(name: str, train: tuple[Any, Any], test: tuple[Any, Any] | None = None) -> Dataset:
     """Return a data set from ``(inputs, labels)``; without a test split, a fifth of each class is set aside.
 
     Inputs are uint8 or floats in [0, 1], shaped (N, C, H, W), (N, H, W), (N, H, W, C) with 1 or 3 channels,
@@ -205,7 +199,7 @@ def from_arrays(
     if len(images) != len(labels) or len(images) == 0:
         raise DataError(f"{name!r} has {len(images)} inputs and {len(labels)} labels; give as many, and at least one.")
     if test is None:
-        kept, aside = hold_out(labels, test_share)
+        kept, aside = hold_out(labels, 0.2)
         pairs = [(images[kept], labels[kept]), (images[aside], labels[aside])]
     else:
         pairs = [(images, labels), (_inputs(name, test[0]), _labels(name, test[1]))]
@@ -214,9 +208,8 @@ def from_arrays(
         count = 1 + max(int(split.labels.max()) for split in splits if len(split))
     else:
         count = labels[0].size
-    names = class_names or numbered(count)
     modality = IMAGE if images.ndim == 4 else Table.of_vectors(splits[0].batch().inputs)
-    return Dataset(name, splits[0], splits[1], names, modality)
+    return Dataset(name, splits[0], splits[1], numbered(count), modality)
 
 
 def numbered(count: int) -> tuple[str, ...]:
@@ -254,11 +247,11 @@ def _is_of_hub(value: Any) -> bool:
     return hasattr(some, "with_format") and hasattr(some, "features")
 
 
-def hold_out(labels: Array, share: float, seed: int = 0) -> tuple[Array, Array]:
+def hold_out(labels: Array, share: float) -> tuple[Array, Array]:
     """Return the indices kept for training and those set aside: a share of each class, shuffled first."""
     if not 0 < share < 1:
         raise DataError(f"test_share={share} must lie between 0 and 1.")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     if labels.ndim > 1 or labels.dtype != np.int64:  # no classes: all alike
         labels = np.zeros(len(labels), np.int64)
     aside = []

@@ -103,7 +103,7 @@ FIRST_ORDER = (
 Map = Callable[[Tensor], Tensor]
 
 
-def local_certificate(problem: Problem, steps: int = LANCZOS_STEPS) -> Certificate:
+def local_certificate(problem: Problem) -> Certificate:
     """Return ||r - r′||_p / ||J(X)||_p per example; p = 2 by Lanczos, p = 1 and inf exactly."""
     if torch.finfo(problem.x.dtype).bits < 32:
         raise CertificateError(
@@ -111,10 +111,10 @@ def local_certificate(problem: Problem, steps: int = LANCZOS_STEPS) -> Certifica
         )
     with quiet(problem.model):
         problem.check_function()
-        return _from_jacobian(problem, FunctionJacobian(problem.model, problem.layer, problem.x), steps)
+        return _from_jacobian(problem, FunctionJacobian(problem.model, problem.layer, problem.x))
 
 
-def _from_jacobian(problem: Problem, jacobian: FunctionJacobian, steps: int) -> Certificate:
+def _from_jacobian(problem: Problem, jacobian: FunctionJacobian) -> Certificate:
     r = jacobian.r.detach().flatten(1)
     if r.shape != problem.r_perturbed.shape:
         raise CertificateError(
@@ -123,8 +123,10 @@ def _from_jacobian(problem: Problem, jacobian: FunctionJacobian, steps: int) -> 
         )
     distance = norm((r - problem.r_perturbed).double(), problem.p)
     if problem.p == 2:
-        size, residual = spectral_norms(jacobian, steps)
-        how = f"Lanczos, at most {steps} steps, from below; largest relative residual {float(residual.max()):.1e}"
+        size, residual = spectral_norms(jacobian, LANCZOS_STEPS)
+        how = (
+            f"Lanczos, at most {LANCZOS_STEPS} steps, from below; largest relative residual {float(residual.max()):.1e}"
+        )
         details = {"norm": size, "residual": residual}
     elif problem.p == inf:
         _, rows = row_norms(problem.model, problem.layer, problem.x, p=1.0)
@@ -162,10 +164,10 @@ def spectral_norms(jacobian: Jacobian, steps: int) -> tuple[Tensor, Tensor]:
     return size.double(), residual.double()
 
 
-def column_sums(jacobian: Jacobian, chunk: int = 32) -> Tensor:
+def column_sums(jacobian: Jacobian) -> Tensor:
     """Return the column sums of |J| per example (N, d), from all rows of the Jacobian."""
     shape = jacobian.r.shape
-    units = torch.eye(shape[1:].numel(), dtype=jacobian.r.dtype, device=jacobian.r.device).split(chunk)
+    units = torch.eye(shape[1:].numel(), dtype=jacobian.r.dtype, device=jacobian.r.device).split(32)
     rows = [jacobian.pull(some.reshape(-1, 1, *shape[1:]).expand(-1, *shape)).flatten(2) for some in units]
     return torch.stack([part.abs().sum(0, dtype=torch.float64) for part in rows]).sum(0)
 
@@ -351,8 +353,6 @@ def needed_counts(
     target_mse: float,
     kind: Kind = "global",
     p: float = 2,
-    *,
-    bounds: tuple[float, float] = (0.0, 1.0),
 ) -> Needed:
     """Return the fewest entries of each example, in the given order, whose certificate reaches the target."""
     if kind not in PROPORTIONAL:
@@ -361,7 +361,7 @@ def needed_counts(
             f"Use one of: {', '.join(PROPORTIONAL)}."
         )
     r, order = r.detach().cpu(), order.cpu()
-    problem = Problem.make(model, layer, x, torch.zeros_like(r), p, bounds=bounds)
+    problem = Problem.make(model, layer, x, torch.zeros_like(r), p)
     whole = KINDS[kind](problem)
     if target_mse <= 0:
         counts = torch.zeros(len(r), dtype=torch.int64)

@@ -121,9 +121,9 @@ def _settle(module: nn.Module) -> None:
         module.register_parameter(name, nn.Parameter(value))
 
 
-def _probes(x: Tensor, bounds: tuple[float, float], count: int = 8) -> Tensor:
+def _probes(x: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return x and further points of the data range: anywhere, at corners, near x, dark, bright, and grey."""
-    (low, high), rng = bounds, torch.Generator().manual_seed(0)
+    count, (low, high), rng = 8, bounds, torch.Generator().manual_seed(0)
     anywhere = torch.rand(count, *x.shape[1:], generator=rng, dtype=torch.float64) * (high - low) + low
     corners = torch.where(anywhere < (low + high) / 2, low, high)
     some = x[torch.arange(count) % len(x)].to(torch.float64)

@@ -216,25 +216,23 @@ def plane(chain: StepChain, bounds: list[Interval], rows: Tensor, depth: int | N
     return rows.flatten(1), constant
 
 
-def tighten(chain: StepChain, region: Region, chunk: int = 512) -> list[Interval]:
+def tighten(chain: StepChain, region: Region) -> list[Interval]:
     """Return the bounds before every step and of r over one region: intervals made tighter by planes."""
     bounds: list[Interval] = [(region.lower, region.upper)]
     for depth, step in enumerate(chain.steps, start=1):
         low, high = push(chain, depth - 1, bounds[-1])
         needs = depth == len(chain.steps) or isinstance(chain.steps[depth], Pointwise | MaxPool)
         if needs and isinstance(step, Affine) and not is_reshape(step):
-            above, below = _extremes(chain, region, bounds, depth, chunk)
+            above, below = _extremes(chain, region, bounds, depth)
             low, high = torch.maximum(low, below), torch.minimum(high, above)
         bounds.append((low, high))
     return bounds
 
 
-def _extremes(
-    chain: StepChain, region: Region, bounds: list[Interval], depth: int, chunk: int
-) -> tuple[Tensor, Tensor]:
+def _extremes(chain: StepChain, region: Region, bounds: list[Interval], depth: int) -> tuple[Tensor, Tensor]:
     step = chain.steps[depth - 1]
     above, below = [], []
-    for rows in unit_rows(step.out_size, chunk):
+    for rows in unit_rows(step.out_size, 512):
         above.append(region.highest(*plane(chain, bounds, rows, depth)))
         below.append(-region.highest(*plane(chain, bounds, -rows, depth)))
     shape = (1, *step.out_shape)

@@ -237,9 +237,9 @@ def _check_numbers(x: Tensor, r_perturbed: Tensor) -> None:
         raise CertificateError("r_perturbed holds NaN or infinite values, which no image has.")
 
 
-def largest_mse(x: Tensor, bounds: tuple[float, float] = (0.0, 1.0)) -> Tensor:
-    """Return the largest mean squared error (N,) that any image in the data range can have to x."""
-    return farthest(x.to(torch.float64), bounds, 2) ** 2 / x[0].numel()
+def largest_mse(x: Tensor) -> Tensor:
+    """Return the largest mean squared error (N,) that any image in [0, 1] can have to x."""
+    return farthest(x.to(torch.float64), (0.0, 1.0), 2) ** 2 / x[0].numel()
 
 
 def blind_mse(x: Tensor, mean_image: Tensor) -> Tensor:

@@ -74,13 +74,10 @@ def row_norms(
     method: str = "auto",
     *,
     p: float = 2.0,
-    probes: int = 64,
-    seed: int = 0,
-    memory: int | None = None,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return r and ||∂r_i/∂x||_p of each entry, both (N, L); the settings are those of ``leak_scores``."""
-    rows = _rows(model, layer, x, Method.of(x, method, p, probes, seed, memory), seen)
+    rows = _rows(model, layer, x, Method.of(x, method, p), seen)
     return rows.r, rows.norms[float(p)]
 
 
@@ -172,7 +169,7 @@ class Method:
     memory: int = MEMORY["cpu"]
 
     @classmethod
-    def of(cls, x: Tensor, name: str, p: float, probes: int, seed: int, memory: int | None) -> "Method":
+    def of(cls, x: Tensor, name: str, p: float, probes: int = 64, seed: int = 0, memory: int | None = None) -> "Method":
         """Check the settings, and that x is something to be scored."""
         if name not in METHODS:
             hint = did_you_mean(name, METHODS)
