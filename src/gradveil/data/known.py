@@ -46,6 +46,7 @@ def download(repository: str, config: str | None) -> tuple[Any, Any]:
 _DIGITS = tuple("0123456789")
 
 
+@dataclass(frozen=True)
 class Known(Source):
     """A set whose files have well-known names."""
 
@@ -152,7 +153,6 @@ def _idx(path: Path, dims: int) -> Array:
 
 
 @DATASETS.register("mnist")
-@dataclass(frozen=True)
 class Mnist(Idx):
     """Handwritten digits, grey 28x28: 60,000 to train, 10,000 to test (LeCun et al. 1998)."""
 
@@ -163,7 +163,6 @@ class Mnist(Idx):
 
 
 @DATASETS.register("fashion_mnist")
-@dataclass(frozen=True)
 class FashionMnist(Idx):
     """Pieces of clothing, grey 28x28: 60,000 to train, 10,000 to test (Xiao et al. 2017)."""
 
@@ -174,7 +173,6 @@ class FashionMnist(Idx):
 
 
 @DATASETS.register("cifar10")
-@dataclass(frozen=True)
 class Cifar10(Known):
     """Small colour photographs, 32x32: 50,000 to train, 10,000 to test (Krizhevsky 2009)."""
 
@@ -233,7 +231,6 @@ def read_batch(content: bytes) -> tuple[Array, Array]:
 
 
 @DATASETS.register("svhn")
-@dataclass(frozen=True)
 class Svhn(Known):
     """House numbers cropped to one digit, colour 32x32: 73,257 to train, 26,032 to test (Netzer et al. 2011)."""
 
@@ -263,10 +260,11 @@ class Digits(Source):
         return Dataset("digits", train, test, _DIGITS)
 
 
+@dataclass(frozen=True)
 class Bundled(Source):
     """A table that comes with scikit-learn."""
 
-    test_share: float
+    test_share: Between = 0.2
 
     def load(self, data: Path | None) -> Dataset:
         from sklearn import datasets
@@ -280,27 +278,18 @@ class Bundled(Source):
 
 
 @DATASETS.register("breast_cancer")
-@dataclass(frozen=True)
 class BreastCancer(Bundled):
     """Measurements of breast masses, 30 columns of numbers, malignant or benign: 569 rows (Wolberg et al. 1995)."""
 
-    test_share: Between = 0.2
-
 
 @DATASETS.register("wine")
-@dataclass(frozen=True)
 class Wine(Bundled):
     """Analyses of wines of three growers, 13 columns of numbers: 178 rows (Aeberhard and Forina 1991)."""
 
-    test_share: Between = 0.2
-
 
 @DATASETS.register("diabetes")
-@dataclass(frozen=True)
 class Diabetes(Bundled):
     """Diabetes after a year, a number (``loss=mse``), by 9 columns of numbers and sex: 442 rows (Efron et al. 2004)."""
-
-    test_share: Between = 0.2
 
 
 HOSPITALS = ("centre", "east", "harbour", "north", "south")

@@ -81,20 +81,9 @@ def _passages(name: str, texts: Sequence[Sequence[int]], length: int) -> tuple[A
     return whole[:, :-1].copy(), whole[:, 1:].astype(np.int64)
 
 
-class TextSource(Source):
-    """What sources of text share."""
-
-    length: int
-    vocabulary: int
-    test_share: float
-
-    def _made(self, name: str, texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
-        return from_texts(name, texts, labels, self.length, self.vocabulary, self.test_share)
-
-
 @DATASETS.register("text")
 @dataclass(frozen=True)
-class TextFile(TextSource):
+class TextFile(Source):
     """Your own text: ``text:path=notes.txt``, in UTF-8; its passages, each token's target being the next one.
 
     Where every line is a label, a tab and a text, the lines are the examples and the labels their classes.
@@ -115,15 +104,16 @@ class TextFile(TextSource):
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not text in UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+        settings = (self.length, self.vocabulary, self.test_share)
         lines = [line.split("\t", 1) for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and all(len(line) == 2 for line in lines):
-            return self._made(path.name, [line[1] for line in lines], [line[0].strip() for line in lines])
-        return self._made(path.name, [text], None)
+            return from_texts(path.name, [line[1] for line in lines], [line[0].strip() for line in lines], *settings)
+        return from_texts(path.name, [text], None, *settings)
 
 
 @DATASETS.register("manual")
 @dataclass(frozen=True)
-class Manual(TextSource):
+class Manual(Source):
     """The manual that comes with Python's help(): passages, and the next tokens or, of the longest pages, which it is.
 
     Its words depend on the version of Python.
@@ -137,10 +127,12 @@ class Manual(TextSource):
     def load(self, data: Path | None) -> Dataset:
         from pydoc_data.topics import topics
 
+        settings = (self.length, self.vocabulary, self.test_share)
         if self.task == "next":
-            return self._made("manual", [topics[name] for name in sorted(topics)], None)
+            return from_texts("manual", [topics[name] for name in sorted(topics)], None, *settings)
         longest = sorted(topics, key=lambda name: (-len(topics[name]), name))[:PAGES]
         step = self.length - 1  # the start takes a place
         cut = {name: words_of(topics[name]) for name in longest}
         parts = [(name, words[i : i + step]) for name, words in cut.items() for i in range(0, len(words), step)]
-        return self._made("manual", [" ".join(words) for _, words in parts], [name for name, _ in parts])
+        texts, labels = [" ".join(words) for _, words in parts], [name for name, _ in parts]
+        return from_texts("manual", texts, labels, *settings)

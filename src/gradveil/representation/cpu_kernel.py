@@ -116,37 +116,27 @@ _BLOCK_SIZES = (1, 2, 3, 4, 8, 12, 16)  # sizes of blocks that the kernel was co
 _GAIN = 1.2  # times fewer multiplications, or rows go all the way
 
 
+Spans = list[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class RowSplit:
     """Rows stop before piece ``at``; which places of that tensor see overlapping parts of the input."""
 
     at: int
     block: int
-    windows: tuple[list[tuple[int, int]], list[tuple[int, int]]]  # by row, by column: what a place sees of the input
-
-    @cached_property
-    def last_y(self) -> list[int]:
-        """Return, for each row, the last one whose places overlap with its own."""
-        return [_overlapping(self.windows[0], y)[-1] for y in range(len(self.windows[0]))]
-
-    @cached_property
-    def neighbours_x(self) -> list[tuple[int, int]]:
-        """Return, for each column, the first and the last one whose places overlap with its own."""
-        found = [_overlapping(self.windows[1], x) for x in range(len(self.windows[1]))]
-        return [(some[0], some[-1]) for some in found]
+    area: int  # of the input that a place sees, at most
+    rows: Spans  # by row: the first and the last one whose places overlap with its own
+    columns: Spans
 
     @cached_property
     def blocks(self) -> list[int]:
-        """Return how many blocks each place has: with itself, and with the neighbours after it."""
-        counts = []
-        for y, last in enumerate(self.last_y):
-            for x, (first, end) in enumerate(self.neighbours_x):
-                counts.append(end - x + 1 + (last - y) * (end - first + 1))
-        return counts
-
-    @property
-    def area(self) -> int:
-        return prod(max(high - low for low, high in some) for some in self.windows)
+        """How many blocks each place has: with itself, and with the neighbours after it."""
+        return [
+            end - x + 1 + (last - y) * (end - first + 1)
+            for y, (_, last) in enumerate(self.rows)
+            for x, (first, end) in enumerate(self.columns)
+        ]
 
     def offsets(self, channels: int) -> list[int]:
         """Return where the blocks of each place begin, and, last, where all end."""
@@ -193,10 +183,11 @@ def _split(pieces: Sequence[PieceShape], at: int, lanes: int) -> RowSplit | None
     windows = [_seen(rest, size, dim) for dim, size in enumerate((height, width))]
     if any(low >= high for some in windows for low, high in some):
         return None
-    return RowSplit(at, next(b for b in _BLOCK_SIZES if b >= channels), (windows[0], windows[1]))
+    area = prod(max(high - low for low, high in some) for some in windows)
+    return RowSplit(at, next(b for b in _BLOCK_SIZES if b >= channels), area, *map(_neighbours, windows))
 
 
-def _seen(pieces: Sequence[PieceShape], size: int, dim: int) -> list[tuple[int, int]]:
+def _seen(pieces: Sequence[PieceShape], size: int, dim: int) -> Spans:
     """Return which part of the input each row (or column) of a tensor sees: from, up to."""
     spans = [(k, k + 1) for k in range(size)]
     for piece in pieces:
@@ -209,9 +200,13 @@ def _seen(pieces: Sequence[PieceShape], size: int, dim: int) -> list[tuple[int, 
     return spans
 
 
-def _overlapping(spans: list[tuple[int, int]], k: int) -> list[int]:
-    low, high = spans[k]
-    return [j for j, (other_low, other_high) in enumerate(spans) if other_low < high and low < other_high]
+def _neighbours(spans: Spans) -> Spans:
+    """Return, for each span, the first and the last one that overlaps with it."""
+    found = []
+    for low, high in spans:
+        some = [j for j, (other_low, other_high) in enumerate(spans) if other_low < high and low < other_high]
+        found.append((some[0], some[-1]))
+    return found
 
 
 def _cost(pieces: Sequence[PieceShape], split: RowSplit, rows: int, lanes: int) -> float:
@@ -290,14 +285,6 @@ def library() -> Any:
     return next(iter(variants().values()), None)
 
 
-def pointer(tensor: Tensor | None) -> Any:
-    """Return where a tensor's numbers lie; None for none."""
-    if tensor is None:
-        return None
-    kind: Any = {torch.int64: c_int64, torch.int32: c_int32, torch.float32: c_float}[tensor.dtype]
-    return ctypes.cast(tensor.data_ptr(), POINTER(kind))
-
-
 def run(plan: KernelPlan, pieces: int) -> None:
     """Run a plan on as many threads as torch uses."""
 
@@ -348,15 +335,17 @@ def _by_place(index: Tensor, shape: Image) -> Tensor:
 
 
 class _Kept:
-    """Pointers to tensors that live as long as this does."""
+    """Pointers to where tensors' numbers lie; the tensors live as long as this does."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
 
-    def __call__(self, tensor: Tensor | None) -> object:
-        if tensor is not None:
-            self._tensors.append(tensor)
-        return pointer(tensor)
+    def __call__(self, tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        self._tensors.append(tensor)
+        kind: Any = {torch.int64: c_int64, torch.int32: c_int32, torch.float32: c_float}[tensor.dtype]
+        return ctypes.cast(tensor.data_ptr(), POINTER(kind))
 
 
 def _run(pieces: list[Piece], split: RowSplit | None, rows: Tensor, n: int, ps: Sequence[float]) -> dict[float, Tensor]:
@@ -396,8 +385,10 @@ def _gram(pieces: list[Piece], split: RowSplit | None, n: int, kept: _Kept) -> G
         return Gram()
     channels, height, width = pieces[split.at].above
     offsets = split.offsets(channels)
-    firsts, lasts = zip(*split.neighbours_x, strict=True)
-    bounds = (kept(torch.tensor(some, dtype=torch.int32)) for some in (split.last_y, firsts, lasts))
+    bounds = (
+        kept(torch.tensor([span[end] for span in some], dtype=torch.int32))
+        for some, end in ((split.rows, 1), (split.columns, 0), (split.columns, 1))
+    )
     patch = split.area * pieces[-1].below[0]
     matrices, patches = (
         _scratch("matrix", 2 * offsets[-1]),

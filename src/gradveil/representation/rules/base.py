@@ -46,7 +46,7 @@ class Operator(ABC):
 
     def shared(self) -> "Operator | None":
         """Return the map for any number of examples; None where it mixes examples or differs between them."""
-        return self
+        return self if self.separate else None
 
     @property
     def separate(self) -> bool:

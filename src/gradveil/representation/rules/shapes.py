@@ -36,9 +36,6 @@ class Reshape(Move):
     def pull(self, g: Tensor) -> Tensor:
         return _reshape(g, self.target, self.source)
 
-    def shared(self) -> Operator | None:
-        return self if self.separate else None
-
     @property
     def separate(self) -> bool:
         return self.source[0] == self.target[0]
@@ -68,9 +65,6 @@ class Rearrange(Move):
 
     def pull(self, g: Tensor) -> Tensor:
         return self.back(_batch(g, self.target[0]) if self.mixes else g)
-
-    def shared(self) -> Operator | None:
-        return None if self.mixes else self
 
     @property
     def separate(self) -> bool:
