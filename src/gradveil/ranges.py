@@ -118,10 +118,6 @@ def unwrapped(kind: Any) -> Any:
 
 
 @functools.cache
-def _ranged(cls: type) -> dict[str, Any]:
-    return {name: kind for name, kind in hints_of(cls).items() if range_of(kind) is not None}
-
-
 def range_of(kind: Any) -> Range | Among | None:
     """Return the range of a setting's type, or its few values, or those of what it is a tuple or an option of."""
     for option in options_of(kind):
@@ -140,17 +136,16 @@ def check(settings: Any, error: type[GradveilError] = SpecError) -> None:
     """Raise where a setting of a dataclass is none of those it may be, or is a text that no file can hold."""
     cls: type = type(settings)
     what = f"{cls.spec_name}: " if hasattr(cls, "spec_name") else ""
-    for name in hints_of(cls):
+    for name, kind in hints_of(cls).items():
         value = getattr(settings, name)
-        if not all(is_text(one) for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, str)):
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(is_text(one) for one in values if isinstance(one, str)):
             raise error(f"{what}{name}={value!r}: give text without null bytes and lone surrogates.")
-    for name, kind in _ranged(cls).items():
-        value = getattr(settings, name)
-        if value is None and type(None) in options_of(kind):
+        within = range_of(kind)
+        if within is None or (value is None and type(None) in options_of(kind)):
             continue
-        within = range_of(kind) or ()
         try:
-            fits = all(one in within for one in (value if isinstance(value, tuple) else (value,)))
+            fits = all(one in within for one in values)
         except (TypeError, ValueError):  # no number
             fits = False
         if not fits:
