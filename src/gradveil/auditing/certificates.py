@@ -35,7 +35,7 @@ from gradveil.threats.setup import AuditSetup, fitting_model
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior
 from gradveil.verification.pipelines import Federated, OfDefense, Protected, of_kind
-from gradveil.verification.verify import Verified, verify
+from gradveil.verification.verify import verify
 
 DELTA = 1e-5
 
@@ -104,30 +104,23 @@ SAYS = (
 )
 
 
-def measure(
-    defense: Defense, model: nn.Module, like: Batch, public: Batch | None, loss: str, lr: float, seed: int
-) -> Verified:
-    """Return μ of one release under a defence as a run has planned it, measured at these weights.
-
-    Of a cohort's sum, one client's records with the noise of the whole sum are looked at.
-    """
-    alone = accounted(defense).single_client() if accounted(defense).min_clients else defense
-    pipeline: OfDefense
-    if like.inputs.is_floating_point():
-        pipeline = Federated(alone, loss=loss, public=public, rounds=1, lr=lr, seed=seed)
-    else:
-        pipeline = Protected(alone, loss=loss, public=public, rounds=1, lr=lr)
-    return verify(pipeline, model, like.inputs, like.labels, trials=TRIALS, seed=seed, loss=loss, grain=False)
-
-
 def figures(
     defense: Defense, model: nn.Module, like: Batch, public: Batch | None, loss: str, lr: float, seed: int
 ) -> dict[str, Any]:
-    """Return the measured μ and its interval for a row; empty where nothing is promised, and why where it failed."""
+    """Return μ of one release as it was measured at these weights, and its interval, for a row.
+
+    Of a cohort's sum, one client's records with the noise of the whole sum are looked at. Empty where nothing is
+    promised; why where it failed.
+    """
     if accounted(defense).cost(1) is None:
         return {}
+    alone = accounted(defense).single_client() if accounted(defense).min_clients else defense
+    settings: dict[str, Any] = {"loss": loss, "public": public, "rounds": 1, "lr": lr}
     try:
-        found = measure(defense, model, like, public, loss, lr, seed)
+        pipeline: OfDefense = (
+            Federated(alone, seed=seed, **settings) if like.inputs.is_floating_point() else Protected(alone, **settings)
+        )
+        found = verify(pipeline, model, like.inputs, like.labels, trials=TRIALS, seed=seed, loss=loss, grain=False)
     except (GradveilError, RuntimeError, ValueError) as error:  # what cannot be measured stops no run
         return {"why": " ".join(str(error).split())[:200]}
     e = found.estimate

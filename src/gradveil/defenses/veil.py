@@ -62,7 +62,8 @@ class Coordinates:
 
     @cached_property
     def products(self) -> Tensor:
-        return sum_over(lambda u: u @ u.T, self.directions)
+        parts = [u @ u.T for u in map(Tensor.double, self.directions.split(AT_ONCE, 1))]
+        return torch.stack(parts).sum(0)
 
     @cached_property
     def longest(self) -> float:
@@ -95,12 +96,6 @@ class Coordinates:
         u = self.directions.to(flat)
         return flat + (flat @ u.T * by.to(flat)) @ u
 
-    @property
-    def gain(self) -> float:
-        """The noise energy of P⁻¹ n in units of that of n: tr(A) / p."""
-        rank, size = self.directions.shape
-        return float(self.values.sum() + size - rank) / size
-
     def __getstate__(self) -> dict[str, Any]:
         """Between processes, plain arrays travel."""
         return {name: getattr(self, name).cpu().numpy() for name in ("directions", "values")}
@@ -108,11 +103,6 @@ class Coordinates:
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, torch.from_numpy(value))
-
-
-def sum_over(part: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return the sum of what follows from some columns of a matrix, in float64, for all of them."""
-    return torch.stack([part(some.double()) for some in rows.split(AT_ONCE, 1)]).sum(0)
 
 
 def fit(
@@ -156,25 +146,21 @@ def load(path: str, like: Params) -> tuple[Coordinates, float | None]:
     """Read what ``save`` wrote, for a model with these parameters; what is no pair of P and P⁻¹ is refused."""
     advice = "They are no public coordinates of this model: write them with gradveil.defenses.veil.save."
     with wrap_parse_errors(repr(path), DefenseError, advice):
-        return _load(path, like)
-
-
-def _load(path: str, like: Params) -> tuple[Coordinates, float | None]:
-    tensors = _read(path, Path(path).stat().st_mtime_ns)
-    parts = [tensors[f"directions/{name}"] for name in like]
-    values = tensors["values"].double()
-    if any(part.shape[1:] != p.shape for part, p in zip(parts, like.values(), strict=True)):
-        raise DefenseError(f"The public coordinates {path!r} are of a model with other parameters.")
-    flat = torch.cat([part.flatten(1) for part in parts], 1).double()
-    apart = float((flat @ flat.T - torch.eye(len(flat), dtype=flat.dtype)).abs().max()) if len(flat) else 0.0
-    if not apart < 1e-3 or len(values) != len(flat):
-        raise DefenseError(f"The directions in {path!r} are not orthonormal, or not as many as their values.")
-    if not bool(((values >= VALUES[0]) & (values <= VALUES[1])).all()):
-        raise DefenseError(f"The values in {path!r} are not all from {VALUES[0]:g} to {VALUES[1]:g}.")
-    first = wide(next(iter(like.values())))
-    directions = torch.linalg.qr(flat.T).Q.T  # the same but for signs, and orthonormal to rounding
-    clip = check_clip(float(tensors["clip"]), f"in {path!r}") if "clip" in tensors else None
-    return Coordinates(directions.to(first), values.to(first)), clip
+        tensors = _read(path, Path(path).stat().st_mtime_ns)
+        parts = [tensors[f"directions/{name}"] for name in like]
+        values = tensors["values"].double()
+        if any(part.shape[1:] != p.shape for part, p in zip(parts, like.values(), strict=True)):
+            raise DefenseError(f"The public coordinates {path!r} are of a model with other parameters.")
+        flat = torch.cat([part.flatten(1) for part in parts], 1).double()
+        apart = float((flat @ flat.T - torch.eye(len(flat), dtype=flat.dtype)).abs().max()) if len(flat) else 0.0
+        if not apart < 1e-3 or len(values) != len(flat):
+            raise DefenseError(f"The directions in {path!r} are not orthonormal, or not as many as their values.")
+        if not bool(((values >= VALUES[0]) & (values <= VALUES[1])).all()):
+            raise DefenseError(f"The values in {path!r} are not all from {VALUES[0]:g} to {VALUES[1]:g}.")
+        first = wide(next(iter(like.values())))
+        directions = torch.linalg.qr(flat.T).Q.T  # the same but for signs, and orthonormal to rounding
+        clip = check_clip(float(tensors["clip"]), f"in {path!r}") if "clip" in tensors else None
+        return Coordinates(directions.to(first), values.to(first)), clip
 
 
 def check_clip(clip: float, where: str) -> float:
@@ -201,34 +187,6 @@ class ClipMap:
         if self.coordinates is None:
             raise DefenseError("There are no coordinates to write: give the shape public.")
         save(self.coordinates, parameters(model), path, self.clip)
-
-
-def measure(
-    model: nn.Module,
-    public: Batch | None,
-    loss: Loss,
-    shape: str,
-    clip: float | None,
-    quantile: float | None,
-    rank: int,
-    alpha: float,
-) -> ClipMap:
-    """Return clip and coordinates at the model's weights; ``shape``: iso, public or a file; a clip of None is 1."""
-    like = parameters(model)
-    coordinates, sent = load(shape, like) if shape.endswith(".safetensors") else (None, None)
-    fixed = next(value for value in (clip, sent, 1.0) if value is not None)
-    if coordinates is not None and quantile is None:
-        return ClipMap(fixed, coordinates)
-    few = _enough(public, f"shape={shape}" if quantile is None else f"quantile={quantile}")
-    if shape == "iso" and quantile is not None:
-        return ClipMap(_quantile(records_of(model, few, loss).square_norms(), quantile))
-    first, second = (records_of(model, half, loss) for half in (few[: len(few) // 2], few[len(few) // 2 :]))
-    if shape == "public":
-        limit = clip or _quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile or 1.0)
-        coordinates = fit(first, second, like, lambda norms: clip_factors(norms, limit), rank, alpha)
-    if quantile is None or coordinates is None:
-        return ClipMap(fixed, coordinates)
-    return ClipMap(_quantile(coordinates.mapped(second)[1], quantile), coordinates)
 
 
 def _enough(public: Batch | None, asks: str) -> Batch:
@@ -369,8 +327,25 @@ class Veil(Accounted, PerRound):
     def for_round(self, model: nn.Module, public: Batch | None, loss: Loss = CROSS_ENTROPY) -> "Veil":
         if (self.shape == "iso" and self.quantile is None) or (public is None and self._measured is not None):
             return self
-        settings = (self.shape, self.clip, self.quantile, self.rank, self.alpha)
-        return replace(self, _measured=measure(model, public, loss, *settings))
+        return replace(self, _measured=self._measure(model, public, loss))
+
+    def _measure(self, model: nn.Module, public: Batch | None, loss: Loss) -> ClipMap:
+        """Return clip and coordinates at the model's weights."""
+        like, quantile = parameters(model), self.quantile
+        coordinates, sent = load(self.shape, like) if self.shape.endswith(".safetensors") else (None, None)
+        fixed = next(value for value in (self.clip, sent, 1.0) if value is not None)
+        if coordinates is not None and quantile is None:
+            return ClipMap(fixed, coordinates)
+        few = _enough(public, f"shape={self.shape}" if quantile is None else f"quantile={quantile}")
+        if self.shape == "iso" and quantile is not None:
+            return ClipMap(_quantile(records_of(model, few, loss).square_norms(), quantile))
+        first, second = (records_of(model, half, loss) for half in (few[: len(few) // 2], few[len(few) // 2 :]))
+        if self.shape == "public":
+            limit = self.clip or _quantile(torch.cat([first.square_norms(), second.square_norms()]), quantile or 1.0)
+            coordinates = fit(first, second, like, lambda norms: clip_factors(norms, limit), self.rank, self.alpha)
+        if quantile is None or coordinates is None:
+            return ClipMap(fixed, coordinates)
+        return ClipMap(_quantile(coordinates.mapped(second)[1], quantile), coordinates)
 
     @property
     def measured(self) -> ClipMap:
