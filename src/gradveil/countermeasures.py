@@ -50,10 +50,10 @@ def mask(*patterns: str) -> Countermeasure:
     return Countermeasure("mask", why, lambda seen: seen.masked(*patterns))
 
 
-def whiten(std: Callable[[Observation], dict[str, float]], attack: str | None = "newton") -> Countermeasure:
+def whiten(std: Callable[[Observation], dict[str, float]]) -> Countermeasure:
     """Weigh each tensor by its known noise level and add a prior: the MAP estimate."""
     why = "Weighs every tensor by its known noise level and adds what public examples look like (a MAP estimate)."
-    return Countermeasure("whiten", why, lambda seen: replace(seen, noise=seen.noise | std(seen)), attack)
+    return Countermeasure("whiten", why, lambda seen: replace(seen, noise=seen.noise | std(seen)), "newton")
 
 
 def simulate(

@@ -74,8 +74,8 @@ def _resampled(values: tuple[float, ...], level: float, draws: int, seed: int) -
     return Interval(float(x.mean()), float(low), float(high), len(x))
 
 
-def rate(hits: Sequence[float], level: float = 0.95) -> Interval:
-    """Return a share of examples (values 0 or 1) with its Wilson interval; NaN values are left out.
+def rate(hits: Sequence[float]) -> Interval:
+    """Return a share of examples (values 0 or 1) with its 95 % Wilson interval; NaN values are left out.
 
     A bootstrap of eight misses would say "0, surely"; Wilson says up to 0.32.
     """
@@ -83,7 +83,7 @@ def rate(hits: Sequence[float], level: float = 0.95) -> Interval:
     x = x[~np.isnan(x)]
     if len(x) == 0:
         return Interval(np.nan, np.nan, np.nan, 0)
-    n, p, z = len(x), float(x.mean()), NormalDist().inv_cdf((1 + level) / 2)
+    n, p, z = len(x), float(x.mean()), NormalDist().inv_cdf(0.975)
     middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     low, high = (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
     return Interval(p, max(0.0, low), min(1.0, high), n)
@@ -189,16 +189,14 @@ class NumberOutcome:
         return f"R² {self.explained:.2f}, mean distance {self.error:.3g} (always the mean: {self.mean_error:.3g})"
 
 
-def outcome(output: Tensor, target: Tensor, known: Tensor | None = None) -> ClassOutcome | NumberOutcome | None:
+def outcome(output: Tensor, target: Tensor) -> ClassOutcome | NumberOutcome | None:
     """Return how good outputs (N, ...) are for targets (N, ...); None for targets that are neither.
 
-    ``known`` are the targets to train on, which say what the most frequent class and the mean are; without them those
-    of the held-out examples do, a better blind guess than anybody could make.
+    The most frequent class and the mean are those of the targets: a better blind guess than anybody could make.
     """
-    known = target if known is None else known
     if target.is_floating_point():
         found, true = output.detach().double().reshape(len(target), -1), target.double().reshape(len(target), -1)
-        mean = known.double().reshape(len(known), -1).mean(0)
+        mean = true.mean(0)
         left, spread = (found - true).square().sum(), (true - mean).square().sum().clamp_min(1e-300)
         return NumberOutcome(
             float(1 - left / spread), float((found - true).abs().mean()), float((mean - true).abs().mean())
@@ -207,10 +205,11 @@ def outcome(output: Tensor, target: Tensor, known: Tensor | None = None) -> Clas
         return None
     if output.shape[1] == 1:  # one logit, of yes
         output = torch.cat([torch.zeros_like(output), output], 1)
-    if max(int(target.max()), int(known.max())) >= output.shape[1]:
+    if int(target.max()) >= output.shape[1]:
         return None
     chances, hits = output.detach().double().softmax(1).cpu(), (output.argmax(1) == target).double().cpu()
-    target, most = target.cpu(), int(torch.bincount(known.cpu()).argmax())
+    target = target.cpu()
+    most = int(torch.bincount(target).argmax())
     there = [target == k for k in range(output.shape[1])]
     recall = tuple(float(hits[its].mean()) for its in there)  # NaN where there are none
     ranked = [auc(chances[:, k], its) for k, its in enumerate(there)] if len(there) <= RANKED else [math.nan]

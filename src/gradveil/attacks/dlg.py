@@ -21,10 +21,9 @@ from gradveil.types import Observation, Reconstruction
 class DLG(Attack):
     """Minimise Σ ||∇F(x̂, softmax ŷ) - g||² over images x̂ and label logits ŷ together (Zhu et al. 2019).
 
-    A step is an outer one, as the authors count: ``inner`` iterations of L-BFGS, so up to 300 x 20 evaluations.
-    Departures: a line search; several starts, of which the objective chooses; a run ends when it has matched
-    or stalled; starts lie within the data range (``start=normal``: N(0, 1), as published, which needs about
-    twice the steps); and labels that the server knows are used.
+    A step is an outer one, as the authors count: ``inner`` iterations of L-BFGS. Departures: a line search; several
+    starts, of which the objective chooses; a run ends when it has matched or stalled; starts lie within the data range
+    (``start=normal``: N(0, 1), as published, needs about twice the steps); and labels that the server knows are used.
     """
 
     kind = "search"

@@ -1,8 +1,8 @@
 """Learning to invert (Wu et al. 2023): a regression from updates to images, learned through the defence.
 
-The server runs the client, defence and all, on public examples with random draws of its own, and learns to tell the
-examples from what was sent. The regression that errs least in the square is the posterior mean, whatever the defence
-does: noise, signs, rounding, pruning. Nothing of the defence has to be declared, and none of it is differentiated.
+The server runs the client, defence and all, on public examples with random draws of its own. The regression that errs
+least in the square is the posterior mean, whatever the defence does: noise, signs, rounding, pruning. Nothing of the
+defence has to be declared, and none of it is differentiated.
 
 Departures from the paper: kernel regression, linear and Gaussian, is in the place of a perceptron; with the two
 thousand examples that a server is taken to have it errs less, in a fraction of the time. Where there are fewer examples

@@ -1,8 +1,4 @@
-"""Rows of the server's own making: a fully connected layer in front of any model, or in the place of its first one.
-
-``imprint``: rows that all measure one number of an example, with thresholds at its quantiles. ``trap``: rows that few
-examples activate, so that many show one example each.
-"""
+"""Rows of the server's own making: a fully connected layer in front of any model, or in the place of its first one."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -160,9 +156,9 @@ class Imprint(Malicious):
     Rows i and i + 1 of a measurement differ by the examples between their thresholds, so the difference of their weight
     gradients over that of their bias gradients is an example, exactly, where it is alone there (Fowl et al. 2022).
     Thresholds are quantiles of public examples. Several measurements, each a random direction, share the rows: what two
-    of them agree on is one example for certain, and is taken off the bins of the others, which may leave another alone
-    there. It reads a sum over clients as it reads one client: secure aggregation does not stop it. Nor does noise of a
-    size that the gradient does not limit: the rows' gradients are made ``gain`` times as large, at the same output.
+    of them agree on is one example for certain, and is taken off the bins of the others, which may leave another alone.
+    Secure aggregation does not stop it: a sum over clients reads like one client. Nor does noise of a fixed size: the
+    rows' gradients are made ``gain`` times as large, at the same output.
 
     With ``clients`` each has rows of its own (after LOKI, Zhao et al. 2024, who do it by convolution kernels): in the
     model that ``client`` is sent no example activates those of the others, so a sum of all updates keeps them apart.

@@ -120,11 +120,9 @@ WeightLoss = Callable[[Params, Tensor, Tensor], Tensor]  # the same -> the mean 
 def quiet(model: nn.Module, transformed: bool = True) -> Iterator[None]:
     """Within, the model is a pure function of its input that can be differentiated twice, also by ``torch.func``.
 
-    Where it is not ``transformed``, for autograd alone, batch norm takes a quarter of the operations.
-
-    Batch norm in train mode normalises by the batch's own statistics, as the client's did, and leaves the
-    running ones alone. Dropout is off: the server does not know the client's masks. Attention and some other
-    functions run by their plain formulas (see ``PlainFunctions``), and activations are never checkpointed.
+    Batch norm in train mode normalises by the batch's own statistics and leaves the running ones alone; where it is not
+    ``transformed``, for autograd alone, by a quarter of the operations. Dropout is off: the server does not know the
+    client's masks. Some functions run by plain formulas (``PlainFunctions``), and activations are never checkpointed.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     random = [
@@ -231,11 +229,9 @@ def trial_gradients(
 ) -> TrialGradients:
     """Return the function (x, y) -> gradient of the loss by the named parameters, per problem.
 
-    ``x`` is (P, N, *shape), ``y`` (P, N, K) targets as rows, and each tensor of the result (P, *shape of
-    the parameter). ``auto`` takes the written-out form where the model is a chain, the loss plain cross-entropy and
-    that form the faster one on this device, else vmap, else the loop; a single problem runs as it is. On a CPU the
-    written-out form is for reverse mode
-    only; under ``torch.func`` transforms (``jvp``, ``jacrev``, ``vmap``) ask for ``vmap``.
+    ``x`` is (P, N, *shape), ``y`` (P, N, K) targets as rows. ``auto`` takes the written-out form where the loss is
+    plain cross-entropy and that form the faster one, else vmap, else the loop; a single problem runs as it is. The
+    written-out form is for reverse mode only: under ``torch.func`` transforms ask for ``vmap``.
     """
     wanted = tuple(names)
     plain = isinstance(loss, CrossEntropy) and loss.plain

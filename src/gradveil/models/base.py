@@ -322,14 +322,14 @@ class LowRank(nn.Linear):
         return F.linear(input, self.weight, self.bias) + F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 
-def low_rank(model: nn.Module, rank: int, rng: Generator, head: str = "fc") -> nn.Module:
+def low_rank(model: nn.Module, rank: int, rng: Generator) -> nn.Module:
     """Freeze a model but for its head, and give factors to every other linear layer; rank 0 leaves it as it is."""
     if not rank:
         return model
     for p in model.parameters():
         p.requires_grad_(False)
     for name, layer in list(model.named_modules()):
-        if name == head:
+        if name == "fc":
             layer.requires_grad_(True)
         elif isinstance(layer, nn.Linear):
             parent, _, last = name.rpartition(".")

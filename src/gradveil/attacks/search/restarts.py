@@ -71,8 +71,7 @@ class Search:
     """How to look for the inputs behind an update; an attack is a choice of these.
 
     A reconstruction counts as converged when it is finite and its gradient was matched: the distance is at most
-    ``tol``, relative to the target's squared norm, beyond what known noise leaves. That says nothing of a
-    picture that another input with the same gradient could have; the no-defence control does.
+    ``tol``, relative to the target's squared norm, beyond what known noise leaves.
     """
 
     distance: Distance
@@ -246,8 +245,8 @@ def adam_search(
     def optimiser(unknowns: Unknowns, count: int) -> Adam:
         return Adam(count, lr, pixels, unknowns.pixels if pixels else 0, unknowns.bounds)
 
-    grid = tv if isinstance(tv, tuple) else (tv,)
-    more |= {"stop": False, "patience": steps, "scaled": False, "penalties": terms, "tv": grid}
+    more |= {"stop": False, "patience": steps, "scaled": False, "penalties": terms}
+    more["tv"] = tv if isinstance(tv, tuple) else (tv,)
     return Search(cosine_distance, optimiser, steps, **more)
 
 
