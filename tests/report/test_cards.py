@@ -7,8 +7,7 @@ import pytest
 from gradveil.auditing.run_folder import RunFolder
 from gradveil.metrics import interval, rate
 from gradveil.protection.defense import DEFENSES
-from gradveil.report.cards import Card, cards, typical_and_worst
-from gradveil.report.pictures import Gallery
+from gradveil.report.pictures import Card, Gallery, cards, typical_and_worst
 from gradveil.report.plain import error_words, name_of
 from gradveil.threats.rows import Floor, MeasuredExample, best_floor
 from gradveil.threats.verdict import verdicts
@@ -25,7 +24,7 @@ def test_typical_is_the_median_and_worst_the_one_that_came_back_best(errors: lis
 @pytest.fixture(scope="module")
 def drawn(run_folder: Path) -> dict[str, Card]:
     store = RunFolder.open(run_folder)
-    return {card.spec: card for card in cards(Gallery(store), store.rows, verdicts(store.rows))}
+    return {card.verdict.defense: card for card in cards(Gallery(store), store.rows, verdicts(store.rows))}
 
 
 def test_pictures_on_a_card_are_of_the_same_two_examples(drawn: dict[str, Card]) -> None:

@@ -13,21 +13,15 @@ from gradveil.auditing.run_folder import ROWS, FolderError, RunFolder
 from gradveil.errors import GradveilError
 from gradveil.files import wrap_parse_errors, write_atomically
 from gradveil.metrics import Interval
-from gradveil.report.page import fill
+from gradveil.report.page import NOT_AN_AUDIT, fill
 from gradveil.report.plain import LAST_DIGIT, name_of
 from gradveil.report.table import COLOURS
 from gradveil.threats.rows import Floor, best_floor
 from gradveil.threats.verdict import WHO, TierVerdict, Verdict, badges, score_text, verdicts
 
-OUTCOMES = (
-    "recovered",
-    "recognised",
-    "identified",
-    "traces",
-    "nothing",
-)  # from worst to best for a client; others cannot be ranked
+# from worst to best for a client; others cannot be ranked
+OUTCOMES = ("recovered", "recognised", "identified", "traces", "nothing")
 UNLIKE = ("minutes", "device", "meter_seconds", "data")  # settings that change how long it takes, not what is asked
-_DAMAGED = "It is no audit, or its rows were damaged: take them from a copy, or audit again."
 
 
 class CompareError(GradveilError):
@@ -105,7 +99,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> ComparedRun:
-    with wrap_parse_errors(folder / ROWS, FolderError, _DAMAGED):
+    with wrap_parse_errors(folder / ROWS, FolderError, NOT_AN_AUDIT):
         store = RunFolder.open(folder)
         rows = store.rows
         floor, judged = best_floor(rows), verdicts(rows)

@@ -30,8 +30,8 @@ def rounds_content(store: RunFolder) -> dict[str, Any]:
         "rows": rows,
         "has": {name for row in rows for name, value in row.items() if value not in (None, "")},
         "nodes": [_node(row, delta) for row in nodes],
-        "chart": _chart(rows),
-        "settings": [(k, str(v)) for k, v in {**settings, **store.versions}.items()],
+        "lines": _lines(rows),
+        "settings": list({**settings, **store.versions}.items()),
     }
 
 
@@ -116,24 +116,21 @@ def _advice(rows: Sequence[Row], nodes: Sequence[Row], settings: Row) -> str:
     return "Nothing stands out. A leak check that finds nothing speaks of its own attack alone."
 
 
-def _chart(rows: Sequence[Row]) -> str:
-    """Return a picture of the leak and the blind guess (dB) and of ε by round, ε on a scale of its own."""
+LINES = (  # of the chart: which number, on the scale of which, colour and words
+    ("leak", ("leak", "floor"), "c7", "worst leak, dB"),
+    ("floor", ("leak", "floor"), "c0", "blind guess, dB"),
+    ("epsilon", ("epsilon",), "c1", "ε"),
+)
+
+
+def _lines(rows: Sequence[Row]) -> list[Row]:
+    """Return the lines of the chart by round: the leak and the blind guess (dB), and ε on a scale of its own."""
     first, last = rows[0]["round"], max(rows[-1]["round"], rows[0]["round"] + 1)
-    lines: list[str] = []
-    scales = (
-        ("leak", ("leak", "floor"), "c7", "worst leak, dB"),
-        ("floor", ("leak", "floor"), "c0", "blind guess, dB"),
-    )
-    for name, scale, colour, label in (*scales, ("epsilon", ("epsilon",), "c1", "ε")):
-        points = [(row["round"], float(row[name])) for row in rows if row[name] is not None]
-        if len(points) < 2:
-            continue
-        top = max(row[one] for row in rows for one in scale if row[one] is not None) or 1.0
-        at = [(40 + 580 * (n - first) / (last - first), 160 - 130 * max(v, 0.0) / top) for n, v in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-        place = 40 + 100 * len(lines)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="var(--{colour})" stroke-width="2"/>')
-        lines.append(f'<text x="{place}" y="16" fill="var(--{colour})">{label}, up to {top:.3g}</text>')
-    box = '<svg viewBox="0 0 640 180" role="img" aria-label="Leak and epsilon by round" font-size="13">'
-    axis = '<line x1="40" y1="160" x2="620" y2="160" stroke="var(--line)"/>'
-    return f"{box}{axis}{''.join(lines)}</svg>" if lines else ""
+    lines = []
+    for name, scale, colour, label in LINES:
+        top = max((row[one] for row in rows for one in scale if row[one] is not None), default=None) or 1.0
+        points = [(row["round"], max(float(row[name]), 0.0)) for row in rows if row[name] is not None]
+        places = [(40 + 580 * (n - first) / (last - first), 160 - 130 * v / top) for n, v in points]
+        if len(points) > 1:
+            lines.append({"points": places, "colour": colour, "label": label, "top": top})
+    return lines

@@ -134,14 +134,6 @@ def _numbers(line: Line, floor: Floor) -> str:
     return said
 
 
-def accuracy_text(name: str, accuracy: Mapping[str, float], scored_by: str) -> str:
-    """Return what a defence costs."""
-    shown = {key: score_text(value, scored_by) for key, value in accuracy.items()}
-    if name == "none" or "none" not in shown:
-        return shown[name]
-    return f"{shown[name]}, against {shown['none']} without a defence"
-
-
 def score_text(score: float, scored_by: str) -> str:
     """Return a score in words: a share, or R²."""
     return f"{score:.1%}" if scored_by == "accuracy" else f"{score:.3f}"
@@ -199,6 +191,13 @@ class Verdict:
     tiers: tuple[TierVerdict, ...] = ()  # every tier, in order
     proved: Proved = NOTHING_PROVED
     errors: tuple[str, ...] = ()  # what its author declared and probing it contradicts
+
+    @property
+    def score(self) -> str:
+        """What its training came to, beside that without a defence; nothing where nothing was trained."""
+        own, plain = ("" if x is None else score_text(x, self.scored_by) for x in (self.accuracy, self.baseline))
+        beside = f", against {plain} without a defence" if own and plain and self.defense != "none" else ""
+        return own + beside
 
     @property
     def worst(self) -> TierVerdict | None:
@@ -418,38 +417,37 @@ class _Case:
 
 
 def _verdict(case: _Case, accuracy: Mapping[str, float], scored_by: str) -> Verdict:
-    name = case.name
-    oblivious, adaptive = oblivious_and_adaptive(case.found, name)
+    name, is_plain = case.name, case.name == "none"
     tiers = tuple(case.verdict(tier) for tier in TIERS)
     judged = {t.tier: t for t in tiers}
-    main = judged["oblivious" if name == "none" else "adaptive"]
-    outcome = main.outcome
-    if name != "none" and outcome == "not_run":  # the server that counts was not tried
+    outcome = judged["oblivious" if is_plain else "adaptive"].outcome
+    if not is_plain and outcome == "not_run":  # the server that counts was not tried
         got = judged["oblivious"].outcome
         outcome = got if got in ("recovered", "recognised", "traces", "void") else "not_run"
-    points = [("Any server" if name == "none" else WHO["oblivious"], judged["oblivious"].text)]
-    points += [(WHO[t.tier], t.text) for t in tiers[1:] if name != "none" or (t.line and t.tier in BEYOND)]
-    if name in accuracy:
-        points.append((scored_by[0].upper() + scored_by[1:], accuracy_text(name, accuracy, scored_by)))
-    text = f"{'Any server' if name == 'none' else 'The oblivious server'} {judged['oblivious'].text}"
-    if name != "none":
+    oblivious, adaptive = both = oblivious_and_adaptive(case.found, name)
+    scores = accuracy.get(name), accuracy.get("none")
+    verdict = Verdict(name, outcome, "", (), *both, *scores, scored_by, tiers, case.proved, case.errors)
+    points = [("Any server" if is_plain else WHO["oblivious"], judged["oblivious"].text)]
+    points += [(WHO[t.tier], t.text) for t in tiers[1:] if not is_plain or (t.line and t.tier in BEYOND)]
+    text = f"{'Any' if is_plain else 'The oblivious'} server {judged['oblivious'].text}"
+    if not is_plain:
         joined = "but" if oblivious is not None and adaptive is not None and _worse(adaptive, oblivious) else "and"
         text += f", {joined} a server that knows the defence {judged['adaptive'].text}"
     for tier in BEYOND:
         if judged[tier].line is not None:
             text += f". {article(tier).capitalize()} {tier} server {judged[tier].text}"
     easier = strongest(line for line in case.found if line.weights == DIAGNOSTIC)
-    if name == "none" and easier is not None:
+    if is_plain and easier is not None:
         told = gets(easier, case.floor, "oblivious")
         points.insert(1, ("Diagnostic", f"in evaluation mode, which is not what was configured, any server {told}"))
         text += f". Diagnostic: {points[1][1]}"
-    if missing := [t.tier for t in tiers if t.outcome == "not_run"]:
-        text += f". Not run: {', '.join(missing)}" if name != "none" else ""
-    text += f". {points[-1][0]} {points[-1][1]}." if name in accuracy else "."
-    both = accuracy.get(name), accuracy.get("none")
-    found = (name, outcome, text, tuple(points), oblivious, adaptive, *both, scored_by, tiers)
-    verdict = Verdict(*found, case.proved, case.errors)
-    return verdict if name == "none" else replace(verdict, text=f"{text} {found_and_proved(verdict)}.")
+    missing = [t.tier for t in tiers if t.outcome == "not_run"]
+    text += f". Not run: {', '.join(missing)}." if missing and not is_plain else "."
+    if verdict.score:
+        points.append((scored_by[0].upper() + scored_by[1:], verdict.score))
+        text += f" {points[-1][0]} {verdict.score}."
+    text += "" if is_plain else f" {found_and_proved(verdict)}."
+    return replace(verdict, text=text, points=tuple(points))
 
 
 def found_and_proved(verdict: Verdict) -> str:
