@@ -63,7 +63,7 @@ def test_every_field_answers_clauses_with_source_and_date() -> None:
     table = tomllib.loads((files("gradveil.report") / "clauses.toml").read_text("utf-8"))
     fields = [field["name"] for field in _content(Inputs())["fields"]]
     assert set(table["fields"]) == set(fields)
-    named = {id for ids in table["fields"].values() for id in ids}
+    named = {id for field in table["fields"].values() for id in field["clauses"]}
     assert named == set(table["clauses"])
     for one in table["clauses"].values():
         assert one["source"]

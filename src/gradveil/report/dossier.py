@@ -8,7 +8,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -30,13 +30,7 @@ from gradveil.threats.verdict import UNDETECTABLE, WHO, Verdict, badges, verdict
 DATA, PAGE, MANIFEST, SIGNATURE, EVIDENCE = "dossier.json", "dossier.html", "manifest.json", "manifest.sig", "evidence"
 LARGEST = 2**26  # bytes of one input
 
-MEANS = {
-    "oblivious": "Reads updates as they come, without knowing the defence.",
-    "adaptive": "Has the defence's code, settings and noise law, and builds its attack on them.",
-    "informed": "Has every other record of the client besides, and a list of candidates for the one left.",
-    "multi-round": "Adds up the client's updates of many rounds.",
-    "malicious": "Chooses the weights that it sends.",
-}
+TABLE = tomllib.loads((files("gradveil.report") / "clauses.toml").read_text("utf-8"))
 AGAIN = (
     "the model, its size or what of it is trained changes",
     "local training changes: records, batch size, epochs, optimizer",
@@ -44,42 +38,22 @@ AGAIN = (
     "the defence, its settings or the aggregation change",
     "a new version of gradveil adds attacks",
 )
-
-# asked once and kept: what no file of a run can say
-ABOUT = """# About the system: fill in once, keep beside the dossier. What stays empty is shown as missing.
-name = ""
-purpose = ""
-controller = ""
-roles = ""            # who runs the server, who the clients
-data_categories = ""  # e.g. "chest X-rays with a diagnosis"
-people = 0            # whose data is trained on; 0: not said
-sees = ""             # who receives what, and when; empty: what federated averaging sends
-likely = ""           # how likely each kind of attacker is here
-residual_risk = ""    # why what remains is acceptable, or is not
-next_test = ""        # a date
-signers = []          # e.g. ["Data protection officer", "Head of the study"]
-"""
+ABOUT = (files("gradveil.report") / "about.toml").read_text("utf-8")  # asked once: what no file of a run can say
 
 
 class DossierError(GradveilError):
     """A dossier or one of its inputs that cannot be used."""
 
 
-@dataclass(frozen=True)
-class Field:
-    """One field: what it says, which clauses that answers, and how to supply what is missing."""
+Field = dict[str, Any]
 
-    name: str
-    title: str
-    text: str = ""  # empty: missing
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    missing: str = ""  # what to do about it
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether no input says it."""
-        return not self.text and not self.rows
+def _field(name: str, rows: Sequence[Sequence[str]] = (), text: str | None = None, missing: str = "") -> Field:
+    """Return a field of the table with what the inputs say; ``text``: in place of its own, which goes with rows."""
+    known = {"text": "", "head": [], "missing": "", **TABLE["fields"][name]}
+    said = known["text"] if text is None and rows else text or ""
+    own = {"name": name, "text": said, "rows": rows, "missing": missing or known["missing"]}
+    return known | own | {"is_missing": not said and not rows}
 
 
 @dataclass
@@ -221,18 +195,15 @@ def _read(inputs: Sequence[Path], about: Path | None) -> Inputs:
 
 def _content(found: Inputs) -> dict[str, Any]:
     """Return the whole dossier as plain data."""
-    table = tomllib.loads((files("gradveil.report") / "clauses.toml").read_text("utf-8"))
     fields = [*_of_system(found), *_of_audits(found), *_of_proofs(found), *_of_measures(found), *_of_end(found)]
     name = found.about.get("name") or "a federated learning system"
     return {
         "title": f"Resistance to extraction: {name}",
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "short": _short(found, fields),
-        "missing": [one.title for one in fields if one.is_missing],
-        "fields": [
-            asdict(one) | {"is_missing": one.is_missing, "clauses": table["fields"][one.name]} for one in fields
-        ],
-        "clauses": table["clauses"],
+        "missing": [one["title"] for one in fields if one["is_missing"]],
+        "fields": fields,
+        "clauses": TABLE["clauses"],
         "inputs": {path: hashlib.sha256(data).hexdigest() for path, data in found.evidence.items()},
         "note": "This is evidence of tests and proofs. It is no finding that data or model are anonymous.",
     }
@@ -248,9 +219,9 @@ def _short(found: Inputs, fields: Sequence[Field]) -> list[tuple[str, str]]:
                 open_ = [WHO[t.tier].lower() for t in v.tiers if t.outcome in ("void", "not_run")]
                 left = f"; not shown either way for the {', '.join(open_)}" if open_ else ""
                 got.append(f"{badge}{left} ({name_of(v.defense)})")
-    by_name = {one.name: one for one in fields}
-    simulated = "simulated" in by_name["generator"].text.partition(".")[0]
-    mu, costs = _mu(found), by_name["measures"].rows
+    by_name = {one["name"]: one for one in fields}
+    simulated = "simulated" in by_name["generator"]["text"].partition(".")[0]
+    mu, costs = _mu(found), by_name["measures"]["rows"]
     promise = "Nothing is on file." if mu is None else in_plain_words(mu)
     promise += " In these runs the noise was simulated: the promise is that of the same run with secret noise." * (
         simulated and mu is not None
@@ -260,30 +231,21 @@ def _short(found: Inputs, fields: Sequence[Field]) -> list[tuple[str, str]]:
         ("What attackers got", ". ".join(got) or "No audit was given."),
         ("What is promised to one person", promise),
         ("What it costs in accuracy", cost or "No runs with and without are on file."),
-        ("What is missing", "; ".join(one.title for one in fields if one.is_missing) or "Nothing."),
+        ("What is missing", "; ".join(one["title"] for one in fields if one["is_missing"]) or "Nothing."),
     ]
 
 
 def _of_system(found: Inputs) -> list[Field]:
     said = found.about
-    ask = "fill in --about"
     system = [(k.capitalize(), str(said[k])) for k in ("name", "purpose", "controller", "roles") if said.get(k)]
     data = [("Categories", said["data_categories"])] if said.get("data_categories") else []
     data += [("People", f"{said['people']:,}")] if said.get("people") else []
-    runs = [run for run in (*found.audits, *found.trainings)]
+    runs = [*found.audits, *found.trainings]
     data += [("Audited as", str(run.settings["dataset"])) for run in runs[:1] if run.settings.get("dataset")]
-    sees = said.get("sees") or (
-        "By federated averaging: each round the server sends weights to some clients, each trains on its records and "
-        "returns its update; the server sees every update by itself, unless secure aggregation gives it sums alone."
-    )
     keys = ("model", "partition", "rounds", "clients", "epochs", "batch_size", "lr", "optimizer", "loss", "weights")
     training = [(k.replace("_", " "), str(runs[0].settings[k])) for k in keys if runs and runs[0].settings.get(k)]
-    return [
-        Field("system", "System and roles", rows=system, missing=ask),
-        Field("data", "Data and people", rows=data, missing=ask),
-        Field("sees", "Who sees what, and when", sees),
-        Field("training", "Model and training", rows=training, missing="give the folder of an audit or a training run"),
-    ]
+    sees = said.get("sees") or TABLE["fields"]["sees"]["text"]
+    return [_field("system", system), _field("data", data), _field("sees", text=sees), _field("training", training)]
 
 
 def _of_audits(found: Inputs) -> list[Field]:
@@ -317,32 +279,22 @@ def _of_audits(found: Inputs) -> list[Field]:
             count = f"{len(errors)} {kind.one if len(errors) == 1 else kind.many}"
             cells = [f"{min(errors.values()):.3g}", f"{median(errors.values()):.3g}", blind, count]
             records.append([name_of(defense), *cells])
-    ask = "give the folder of an audit"
-    too_short = "give an audit more minutes: no attack on a defended record came to an end" if found.audits else ask
+    too_short = "give an audit more minutes: no attack on a defended record came to an end" if found.audits else ""
     versions = [
         [run.path.name, *(str(run.versions.get(name, "-")) for name in ("date", "gradveil", "torch", "python"))]
         for run in (*found.audits, *found.trainings)
     ]
     return [
-        Field(
-            "adversaries", "Adversaries, what they tried and what they got",
-            head=("Defence", "Server and its means", "Result", "Strongest attack"), rows=tried, missing=ask,
+        _field("adversaries", tried),
+        _field(
+            "not_tried",
+            [[_sentence(why), "; ".join(what)] for why, what in left.items()],
+            "" if left or not found.audits else "All that was planned was run.",
         ),
-        Field(
-            "not_tried", "Not tried, and why", "" if left or not found.audits else "All that was planned was run.",
-            ("Why", "What"), [[_sentence(why), "; ".join(what)] for why, what in left.items()], ask,
-        ),
-        Field(
-            "controls", "Controls", "An attack that fails without a defence too says nothing." if controls else "",
-            ("Control", "Server", "Result with its interval"), controls, ask,
-        ),
-        Field(
-            "records", "Worst and typical record",
-            "For each record the best of all attacks, as the truth picks it; lower is closer." if records else "",
-            ("Defence", "Lowest error", "Median error", "Blind guess", "Of"), records, too_short,
-        ),
-        Field("versions", "Versions", "", ("Run", "Date", "gradveil", "torch", "Python"), versions, ask),
-    ]  # fmt: skip
+        _field("controls", controls),
+        _field("records", records, missing=too_short),
+        _field("versions", versions),
+    ]
 
 
 def _sentence(text: str) -> str:
@@ -356,7 +308,7 @@ def _tier_rows(v: Verdict, rows: Sequence[Row]) -> list[list[str]]:
     table = []
     for tier in TIERS:
         one = ran.get(tier)
-        mine = [r["attack"] for r in rows if r["kind"] == "attack" and (r["tier"], r["defense"]) == (tier, v.defense)]
+        mine = [m.attack for m in read(rows, "attack") if (m.tier, m.defense) == (tier, v.defense)]
         seconds = sum(cost.get(attack, 0.0) for attack in mine)
         by = "-" if one is None or one.line is None else one.line.attack.partition(":")[0]
         by += (
@@ -366,7 +318,7 @@ def _tier_rows(v: Verdict, rows: Sequence[Row]) -> list[list[str]]:
             else ""
         )
         result = _sentence("not run" if one is None else one.text)
-        table.append([name_of(v.defense), f"{WHO[tier]}. {MEANS[tier]}", result, by])
+        table.append([name_of(v.defense), f"{WHO[tier]}. {TABLE['means'][tier]}", result, by])
     return table
 
 
@@ -377,10 +329,6 @@ def _of_proofs(found: Inputs) -> list[Field]:
     held += [["As planned", _whole(plan)] for plan in found.plans]
     conditions = [text for _, p in proofs for text in p.conditions]
     conditions += [str(text) for plan in found.plans for text in (plan["theorem"], *plan["assumptions"])]
-    unit = (
-        "Unit: one record of one client. Neighbours: the record set to zero in its slot. "
-        "Trust: as each row's tier says; the server may choose the weights and know every other record."
-    )
     spent = [
         [name_of(row["defense"]), f"{row['rounds']} rounds", f"μ = {row['mu']:.3g}, ε = {row['epsilon']:.3g}", "spent"]
         for row in map(_end_of, found.trainings)
@@ -396,31 +344,15 @@ def _of_proofs(found: Inputs) -> list[Field]:
         for v in found.verified
     ]  # fmt: skip
     mu = _mu(found)
-    holds = any(p.holds for _, p in proofs) or bool(found.plans)
+    unit = TABLE["fields"]["proved"]["unit"] if any(p.holds for _, p in proofs) or found.plans else ""
+    noise = TABLE["fields"]["generator"]["noise"].format(", ".join(said)) if said else ""
     return [
-        Field(
-            "proved", "What is proved", unit if holds else "", ("Defence", "Bound"), held, "give an audit or a plan"
-        ),
-        Field(
-            "conditions", "What that rests on", rows=[[text] for text in dict.fromkeys(conditions)],
-            missing="give an audit of an accounted defence, or a plan",
-        ),
-        Field(
-            "composition", "The whole run, and what it means for one person",
-            "" if mu is None else in_plain_words(mu), ("Source", "Rounds", "Sum", "Is"), spent,
-            "give plan --json, or a training run under an accounted defence",
-        ),
-        Field(
-            "generator", "Noise and arithmetic",
-            f"Noise in these runs: {', '.join(said)}. Secret noise is ChaCha20 under keys of the operating system, and "
-            "the noisy sum is rounded to a public grid; simulated noise can be drawn again from its seed and protects "
-            "nobody." if said else "", missing="give a training run or an audit of a defence that draws noise",
-        ),
-        Field(
-            "measured", "Measured from outside", "", ("Of", "μ proved", "μ measured", "Verdict"), measured,
-            "give verify --json",
-        ),
-    ]  # fmt: skip
+        _field("proved", held, unit),
+        _field("conditions", [[text] for text in dict.fromkeys(conditions)]),
+        _field("composition", spent, "" if mu is None else in_plain_words(mu)),
+        _field("generator", text=noise),
+        _field("measured", measured),
+    ]
 
 
 def _whole(plan: Mapping[str, Any]) -> str:
@@ -463,13 +395,7 @@ def _of_measures(found: Inputs) -> list[Field]:
             if v.defense != "none" and v.accuracy is not None and v.baseline is not None:
                 both = [f"{x:.3f}" for x in (v.baseline, v.accuracy)]
                 cost.append([name_of(v.defense), *both, "not given", f"audit, {v.scored_by}"])
-    return [
-        Field(
-            "measures", "Measures and what they cost", "",
-            ("Measure", "Accuracy without", "With", "Always the most frequent class", "Of"), cost,
-            "give training runs with and without the defence, or an audit that trains",
-        )
-    ]  # fmt: skip
+    return [_field("measures", cost)]
 
 
 def _of_end(found: Inputs) -> list[Field]:
@@ -481,8 +407,4 @@ def _of_end(found: Inputs) -> list[Field]:
     likely = [["How likely attackers are", str(said["likely"]), ""]] if said.get("likely") else []
     again = [[f"When {why}."] for why in AGAIN] + ([[f"On {said['next_test']}."]] if said.get("next_test") else [])
     signers = [[str(who), "", ""] for who in said.get("signers", ())] or [["", "", ""]]
-    return [
-        Field("residual", "What remains", text, ("Of", "Found", "Proved"), [*likely, *remains], "fill in --about"),
-        Field("again", "When to test again", rows=again),
-        Field("sign_off", "Sign-off", head=("Role and name", "Date", "Signature"), rows=signers),
-    ]
+    return [_field("residual", [*likely, *remains], text), _field("again", again), _field("sign_off", signers)]
