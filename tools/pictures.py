@@ -124,7 +124,7 @@ def readme(data: str | None, count: int = 4) -> None:
     from gradveil.metrics import measure
     from gradveil.models import build
     from gradveil.protection.defense import build as defense
-    from gradveil.threats.servers import oblivious
+    from gradveil.threats.panel import oblivious
     from gradveil.threats.trial import Trial, solved
     from gradveil_studies.paper.base import Context
     from gradveil_studies.paper.panels import Shared

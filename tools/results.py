@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from gradveil.auditing.run_folder import VERSIONS, RunFolder
-from gradveil.auditing.settings import dumps
+from gradveil.auditing.run_folder import VERSIONS, RunFolder, dumps
 from gradveil.seeds import Seeds
 from gradveil_studies.leaderboard.board import Leaderboard
 from gradveil_studies.leaderboard.entries import PANELS

@@ -16,6 +16,7 @@ from typing import Any
 
 from gradveil.errors import GradveilError
 
+Row = dict[str, Any]  # of a file of rows: one JSON object a line
 _LEFTOVER = re.compile(r"\..+\.\d+(-[0-9a-f]{8})?\.tmp")  # temporary names that a kill can leave
 
 

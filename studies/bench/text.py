@@ -25,7 +25,7 @@ from gradveil.federated.settings import Local
 from gradveil.metrics import blind_guesses
 from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
-from gradveil.threats.servers import oblivious
+from gradveil.threats.panel import oblivious
 from gradveil.threats.setup import fitting_model
 from gradveil.threats.trial import Public, measured, observe
 from gradveil.types import Reconstruction

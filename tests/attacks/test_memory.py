@@ -16,7 +16,7 @@ from gradveil.errors import AttackError
 from gradveil.federated.client import evaluate
 from gradveil.models import build as build_model
 from gradveil.protection.defense import build as build_defense
-from gradveil.threats.servers import oblivious
+from gradveil.threats.panel import oblivious
 from gradveil.threats.trial import Trial, attack_rows, attempt, observe
 from gradveil.types import Batch, Observation
 

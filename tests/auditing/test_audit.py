@@ -8,8 +8,7 @@ import torch
 from gradveil.attacks.base import Attack
 from gradveil.auditing.audit import Audit, audit
 from gradveil.auditing.certificates import certificate_rows
-from gradveil.auditing.run_folder import RunFolder
-from gradveil.auditing.settings import from_toml
+from gradveil.auditing.run_folder import RunFolder, from_toml
 from gradveil.data import load
 from gradveil.defenses.representation import RandomMask
 from gradveil.models import build
@@ -125,7 +124,7 @@ def test_a_finished_audit_is_only_read(
         "auditing.work.run",
         "auditing.audit.certificate_rows",
         "auditing.audit.floors",
-        "threats.snapshots.simulate",
+        "auditing.work.simulate",
     ):
         monkeypatch.setattr(f"gradveil.{name}", lambda *_, **__: pytest.fail("done twice"))
     assert audit(config=small, attacks=[divide], out=tmp_path / "run", resume=True).rows == first.rows

@@ -62,10 +62,10 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
         NOW[0] += A_ROUND * rounds * sum(map(len, scene.clients)) / len(scene.dataset.train)
         return _train(scene, defense, rounds, tell)
 
-    from gradveil.threats import snapshots
+    from gradveil.auditing import work
 
-    _train = snapshots._train
-    monkeypatch.setattr(snapshots, "_train", trained)
+    _train = work._train
+    monkeypatch.setattr(work, "_train", trained)
     monkeypatch.setattr(AttackRunner, "round_cost", lambda *_: A_ROUND)
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradveil.auditing import film as film_module
+from gradveil.auditing import work as work_module
 from gradveil.auditing.audit import Audit, audit
-from gradveil.auditing.film import FILM, FRAMES, Watcher
+from gradveil.auditing.work import FILM, FRAMES, Watcher
 from gradveil.report.page import write_report
 from gradveil.threats.rows import read
 from gradveil.threats.setup import AuditConfig
@@ -51,7 +51,7 @@ def test_the_last_frame_is_what_the_audit_itself_found(tmp_path: Path, brief: Au
 def test_a_film_that_takes_too_long_is_left_out_and_not_tried_again(
     tmp_path: Path, brief: AuditConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(film_module, "SECONDS", 0.0)
+    monkeypatch.setattr(work_module, "FILM_SECONDS", 0.0)
     found = audited(tmp_path / "run", brief)
     assert [row["steps"] for row in found.rows if row["kind"] == "film"] == [[]]
     assert found.store.done(FILM)

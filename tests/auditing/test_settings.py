@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.auditing.settings import from_toml, to_toml
+from gradveil.auditing.run_folder import from_toml, to_toml
 from gradveil.errors import SpecError
 
 texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)

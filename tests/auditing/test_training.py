@@ -8,14 +8,15 @@ from torch import nn
 
 from gradveil.auditing.run_folder import MODEL, RunFolder
 from gradveil.auditing.train import FIT, TrainConfig, frozen_part, through, train
+from gradveil.auditing.work import last_snapshots
 from gradveil.data import load
 from gradveil.data.partition import partition
 from gradveil.federated.server import Checkpoint
 from gradveil.federated.simulate import public_records, simulate
 from gradveil.models import build, fit_to_public
 from gradveil.seeds import Seeds
+from gradveil.threats.panel import first_snapshot
 from gradveil.threats.setup import AuditConfig, build_setup, is_small, one_thread
-from gradveil.threats.snapshots import first_snapshot, last_snapshots
 
 
 def test_the_last_round_is_looked_at_with_the_weights_its_clients_received(tmp_path: Path, small: AuditConfig) -> None:

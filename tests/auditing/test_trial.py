@@ -13,11 +13,9 @@ from gradveil.errors import AttackError, UpdateError
 from gradveil.models import build
 from gradveil.protection.defense import build as build_defense
 from gradveil.threats import panel as panel_module
-from gradveil.threats.panel import CHUNK, ClientUpdates, Target, chunks, panel, plant
+from gradveil.threats.panel import CHUNK, ClientUpdates, Snapshot, Target, chunks, oblivious, panel, plant
 from gradveil.threats.rows import lines
-from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import AuditConfig, AuditSetup, build_setup
-from gradveil.threats.snapshots import Snapshot
 from gradveil.threats.trial import Trial, attack_rows, attempt, floors
 from gradveil.types import Batch, Observation, Reconstruction
 

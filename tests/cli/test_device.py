@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradveil.auditing.run_folder import RunFolder
-from gradveil.auditing.settings import find_device
+from gradveil.threats.setup import find_device
 
 Command = Callable[..., tuple[int, str, str]]
 INPUTS = Path(__file__).parents[1] / "goldens" / "inputs"

@@ -31,9 +31,8 @@ from data.helpers_data import pixels, png
 from faults.conftest import Count, times
 from faults.fuzz import TEXTS, WATCH, WRONG, damaged, drill, wrong_values
 from gradveil import data
-from gradveil.auditing.run_folder import RunFolder
+from gradveil.auditing.run_folder import RunFolder, changes, from_toml, to_toml
 from gradveil.auditing.saved_update import UpdateAuditConfig
-from gradveil.auditing.settings import changes, from_toml, to_toml
 from gradveil.auditing.train import TrainConfig
 from gradveil.auditing.update_files import load_weights, read_examples, read_loss, read_update, write_update
 from gradveil.cli.list import KINDS

@@ -16,18 +16,26 @@ from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.budget import Budget
 from gradveil.auditing.certificates import certificate_rows, proof_rows
 from gradveil.auditing.changes import change_rows
-from gradveil.auditing.film import film
 from gradveil.auditing.gate import GATED
 from gradveil.auditing.run_folder import CHANGED, CONFIG, ROWS, FolderError, Row, RunFolder
 from gradveil.auditing.update_files import load_weights
-from gradveil.auditing.work import NOT_TRIED, AttackRunner, Written, cut_short
+from gradveil.auditing.work import (
+    NOT_TRIED,
+    AttackRunner,
+    Progress,
+    Written,
+    cut_short,
+    film,
+    last_snapshots,
+    probe_defenses,
+)
 from gradveil.countermeasures import TIERS
 from gradveil.data.base import Dataset
 from gradveil.errors import AttackError, SpecError
 from gradveil.files import wrap_parse_errors
 from gradveil.protection.defense import Defense
 from gradveil.registry import describe
-from gradveil.threats.panel import Target, chunks, last_resort, panel
+from gradveil.threats.panel import Target, chunks, first_snapshot, last_resort, panel
 from gradveil.threats.rows import PROVED, Line, lines, modality_rows
 from gradveil.threats.setup import (
     DEFENSES,
@@ -42,7 +50,6 @@ from gradveil.threats.setup import (
     load_dataset,
     one_thread,
 )
-from gradveil.threats.snapshots import Progress, first_snapshot, last_snapshots, probe_defenses
 from gradveil.threats.trial import client_row, floors
 from gradveil.threats.verdict import Verdict, headline, verdicts
 

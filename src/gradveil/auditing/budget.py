@@ -22,14 +22,21 @@ from gradveil.attacks.base import KINDS, Kind
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing.run_folder import Row
-from gradveil.auditing.work import NOT_TRIED, AttackRunner, Spent, cut_short, stand_ins
+from gradveil.auditing.work import (
+    NOT_TRIED,
+    AttackRunner,
+    Spent,
+    cut_short,
+    last_snapshots,
+    probe_defenses,
+    rounds_trained,
+    stand_ins,
+)
 from gradveil.pace import as_clock
 from gradveil.registry import describe
-from gradveil.threats.panel import CHUNK, Target, kind_of, last_resort, panel
+from gradveil.threats.panel import CHUNK, Snapshot, Target, first_snapshot, kind_of, last_resort, oblivious, panel
 from gradveil.threats.rows import SIGNIFICANT, group, lines
-from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import AuditSetup
-from gradveil.threats.snapshots import Snapshot, first_snapshot, last_snapshots, probe_defenses, rounds_trained
 from gradveil.threats.verdict import DIAGNOSTIC
 
 FEWEST = 50  # steps that a search is shortened to

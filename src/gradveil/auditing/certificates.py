@@ -10,7 +10,6 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from gradveil.auditing.run_folder import Row
-from gradveil.auditing.settings import find_device
 from gradveil.auditing.train import FIT, TrainConfig, with_model
 from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
@@ -31,7 +30,7 @@ from gradveil.seeds import Seeds
 from gradveil.threats.meter import ASSUMPTIONS as OF_METER
 from gradveil.threats.meter import Leak, leak_meter, nothing
 from gradveil.threats.panel import rounds_seen
-from gradveil.threats.setup import AuditSetup, fitting_model
+from gradveil.threats.setup import AuditSetup, find_device, fitting_model
 from gradveil.threats.trial import observe
 from gradveil.types import Batch, GaussianPrior
 from gradveil.verification.pipelines import Federated, OfDefense, Protected, of_kind

@@ -1,6 +1,10 @@
-"""The run folder: settings, versions, rows and images, or rounds; one process at a time, and nothing half written."""
+"""The run folder: settings, versions, rows and images, or rounds; one process at a time, and nothing half written.
+
+Settings are a frozen dataclass and its TOML text: the reader is Python's own, the writer is a few lines.
+"""
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -8,6 +12,7 @@ import logging
 import math
 import platform
 import re
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,13 +21,12 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradveil.auditing.settings import changes, dumps, parse, to_toml
-from gradveil.errors import GradveilError
+from gradveil.errors import GradveilError, SpecError, did_you_mean
 from gradveil.files import (
     Locked,
     append_line,
@@ -34,8 +38,11 @@ from gradveil.files import (
     wrap_parse_errors,
     write_atomically,
 )
+from gradveil.files import Row as Row
+from gradveil.ranges import hints_of
+from gradveil.ranges import read as read_setting
 
-Row = dict[str, Any]
+T = TypeVar("T")
 _LARGEST = 2**30  # bytes of an archive of images, and of what it unpacks to
 _TEXT = 2**27  # bytes of a text, whose values are objects
 CHANGED = "It was changed by hand, or damaged: take it from a copy, or choose another --out."
@@ -43,6 +50,53 @@ CHANGED = "It was changed by hand, or damaged: take it from a copy, or choose an
 
 class FolderError(GradveilError):
     """A run folder cannot be read or continued, or another process is at work in it."""
+
+
+def dumps(values: dict[str, Any]) -> str:
+    """Return TOML for a flat table of texts, numbers, truths and lists of these; ``None`` is left out."""
+    return "".join(f"{key} = {_value(value)}\n" for key, value in values.items() if value is not None)
+
+
+def to_toml(settings: Any) -> str:
+    """Return the settings of a dataclass as TOML, its own before those it extends, defaults included."""
+    declared = [name for cls in type(settings).__mro__ for name in vars(cls).get("__annotations__", {})]
+    known = {field.name for field in dataclasses.fields(settings)}
+    return dumps({name: getattr(settings, name) for name in dict.fromkeys(declared) if name in known})
+
+
+def from_toml(cls: type[T], text: str) -> T:
+    """Return the dataclass that a TOML text describes; an unknown or mistyped setting is an error."""
+    known, values = hints_of(cls), {}
+    for key, value in parse(text).items():
+        if key not in known:
+            raise SpecError(f"No setting is called {key!r}. {did_you_mean(key, known)}Known: {', '.join(known)}.")
+        values[key] = read_setting(value, known[key], key, typed=True)
+    return cls(**values)
+
+
+def changes(text: str, settings: Any, free: Collection[str] = ()) -> list[str]:
+    """Return what differs between settings and a TOML text of such settings: ``seed was 0, now 1``."""
+    before, now = parse(text), parse(to_toml(settings))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed if key not in free]
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"The settings are not TOML: {error}.") from error
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
 
 
 def read_text(path: Path) -> str:

@@ -19,9 +19,8 @@ from gradveil.attacks.search.matching import sending_norms
 from gradveil.auditing import update_files
 from gradveil.auditing.audit import Audit, check_rows, default_folder
 from gradveil.auditing.run_folder import Row, RunFolder
-from gradveil.auditing.settings import find_device
 from gradveil.auditing.update_files import Facts, fitting_loss, load_weights, read_examples, read_loss, read_update
-from gradveil.auditing.work import NOT_TRIED, Written, cut_short, steps_told
+from gradveil.auditing.work import NOT_TRIED, Progress, Written, cut_short, probe_rows, steps_told
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import SpecError, UpdateError
 from gradveil.federated.client import check_loss, local_update
@@ -34,11 +33,10 @@ from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import ClassCount, Count, Decay, Positive, Seed, Weight, check
 from gradveil.seeds import Seeds
+from gradveil.threats.panel import attacks_of, oblivious, servers_of
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import modality_rows
-from gradveil.threats.servers import Servers, attacks_of, oblivious, with_found
-from gradveil.threats.setup import is_busy, is_small, load_dataset, one_thread
-from gradveil.threats.snapshots import Progress, probe_rows
+from gradveil.threats.setup import find_device, is_busy, is_small, load_dataset, one_thread, with_found
 from gradveil.threats.trial import Public, Trial, client_row, floors, run
 from gradveil.threats.verdict import NOT_HERE
 from gradveil.types import Batch, Observation, Update
@@ -232,7 +230,7 @@ def _run(case: SavedUpdate, store: RunFolder, progress: Progress, written: Writt
     if not store.done("truth"):
         store.add("truth", *_floors(case))
     wanted: dict[str, list[Countermeasure]] = {attack: [] for attack in case.config.attacks}
-    for server in Servers(case.knowing).of(("oblivious", "adaptive")):
+    for server in servers_of(("oblivious", "adaptive"), case.knowing):
         for attack in attacks_of(server, case.config.attacks, case.modality):
             wanted.setdefault(attack, []).append(server)
     left = {attack: its for attack, its in wanted.items() if not store.done(f"attack/{attack}")}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradveil.auditing.run_folder import CHANGED, CHECKPOINT, MODEL, ROUNDS, FolderError, Row, RunFolder
-from gradveil.auditing.settings import find_device
 from gradveil.errors import MissingExtraError, SpecError
 from gradveil.federated.settings import Training
 from gradveil.files import wrap_parse_errors
@@ -93,7 +92,7 @@ def train(
     from gradveil.models import fit_to_public
     from gradveil.protection.defense import build as build_defense
     from gradveil.seeds import Seeds
-    from gradveil.threats.setup import fitting_model
+    from gradveil.threats.setup import find_device, fitting_model
     from gradveil.threats.trial import check_fits
 
     faults = Faults.parse(config.faults) if config.faults else None

@@ -1,31 +1,39 @@
-"""The work of an audit, piece by piece: what is done is written down; what a piece takes is measured beforehand."""
+"""The work of an audit, piece by piece: probe, train, attack, film. What is done is written down."""
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from gradveil import pace
 from gradveil.auditing.run_folder import Row, RunFolder
-from gradveil.errors import GradveilError
+from gradveil.countermeasures import Countermeasure
+from gradveil.errors import GradveilError, from_defense, is_out_of_memory
 from gradveil.federated.client import evaluate
 from gradveil.federated.simulate import simulate
-from gradveil.threats.panel import ClientUpdates, Target, plant
-from gradveil.threats.rows import tier_of
-from gradveil.threats.servers import oblivious
+from gradveil.modalities import IMAGE
+from gradveil.threats.panel import ClientUpdates, Snapshot, Target, first_snapshot, oblivious, panel, plant
+from gradveil.threats.probes import Probed
+from gradveil.threats.rows import lines, tier_of
 from gradveil.threats.setup import AuditSetup, is_small, one_thread
-from gradveil.threats.snapshots import Progress, Snapshot, first_snapshot
-from gradveil.threats.trial import run
-from gradveil.threats.verdict import verdicts
+from gradveil.threats.trial import attempt, run
+from gradveil.threats.verdict import by_tier, verdicts
 
 LOG = logging.getLogger("gradveil")
 TRY = 0.3  # seconds in which the speed of training is found out
 TEST = 100  # examples that the speed of a test is found out with
 NOT_TRIED = "not tried"  # the unit of what was left out
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
 
 Written = Callable[[RunFolder], None]  # called when a piece of work was written
 
@@ -48,10 +56,11 @@ class AttackRunner:
     store: RunFolder
     progress: Progress
     written: Written
-    observed: ClientUpdates = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "observed", ClientUpdates(self.scene))
+    @cached_property
+    def observed(self) -> ClientUpdates:
+        """What the attacked clients sent."""
+        return ClientUpdates(self.scene)
 
     def attack(self, unit: str, part: Sequence[Target], seconds: float = math.inf, most: float = math.inf) -> Spent:
         """Attack these targets, all with one attack, in at most so many seconds and steps; write down what came of it.
@@ -76,14 +85,14 @@ class AttackRunner:
 
     def was_cut(self, target: Target) -> bool:
         """Return whether an attack was stopped before it was done."""
-        return any(cut_short(row) and self._key(row) == (*_cell(target), target.victim) for row in self.store.rows)
+        return any(cut_short(row) and self._key(row) == self._key_of(target) for row in self.store.rows)
 
     def stopped_at(self, target: Target) -> float:
         """Return after how many steps the control of a defended target was stopped; infinity: it was not."""
-        look = target.look
-        control = (look.round, look.weights, "none", target.attack)
-        cells = [row for row in self.store.rows if row["kind"] == "attack" and "stopped_at" in row]
-        found = [r["stopped_at"] for r in cells if (r["round"], r["weights"], r["defense"], r["attack"]) == control]
+        control = target.about | {"defense": "none"}
+        alike = ("round", "weights", "defense", "attack")
+        stopped = [row for row in self.store.rows if row["kind"] == "attack" and "stopped_at" in row]
+        found = [row["stopped_at"] for row in stopped if all(row[name] == control[name] for name in alike)]
         return max(found, default=math.inf) if target.defense != "none" else math.inf
 
     def refused(self) -> set[str]:
@@ -93,26 +102,27 @@ class AttackRunner:
 
     def drop_cut(self, targets: Sequence[Target]) -> None:
         """Remove what attacks on these had no time for: they are to be done again."""
-        keys = {(*_cell(t), t.victim) for t in targets}
+        keys = set(map(self._key_of, targets))
         self.store.drop({row["unit"] for row in self.store.rows if cut_short(row) and self._key(row) in keys})
 
     def left(self, targets: Iterable[Target]) -> list[Target]:
         """Return the targets that were not attacked yet."""
         done = self.tried()
-        return [t for t in targets if not {(*_cell(t), t.victim), (*_cell(t), None)} & done]
+        return [t for t in targets if not {self._key_of(t), self._key(t.about)} & done]
 
     def not_tried(self, target: Target, why: str, out_of_time: bool = True) -> Row:
         """Return the row that says so."""
-        about = self.observed.about(target)
-        return {"kind": "skip", **about, "example": self._first(target), "why": why, "out_of_time": out_of_time}
-
-    def _first(self, target: Target) -> int:
-        return target.victim * self.scene.config.examples
+        first = target.victim * self.scene.config.examples
+        return {"kind": "skip", **target.about, "example": first, "why": why, "out_of_time": out_of_time}
 
     def _key(self, row: Row) -> tuple[object, ...]:
+        """Return what tells the update and the attack of a row apart; a row of no example is of all clients."""
         cell = tuple(row[name] for name in ("round", "weights", "defense", "server", "attack"))
         cell = (*cell, row.get("tier") or tier_of(row["server"]))
         return (*cell, row["example"] // self.scene.config.examples if "example" in row else None)
+
+    def _key_of(self, target: Target) -> tuple[object, ...]:
+        return (*self._key(target.about)[:-1], target.victim)
 
     def plant(self, victims: Sequence[int]) -> list[Snapshot]:
         """Return what malicious servers would send to clients in the first round; why others cannot is written down."""
@@ -175,14 +185,201 @@ def _was_stopped(row: Row) -> bool:
     return "out_of_time" in (row.get("details") or {})
 
 
-def _cell(target: Target) -> tuple[object, ...]:
-    look = target.look
-    return look.round, look.weights, target.defense, target.server.name, target.attack, target.server.tier
-
-
 def stand_ins(scene: AuditSetup) -> list[Snapshot]:
     """Return the last round's looks, to count with: their weights are not there yet."""
     first, config = first_snapshot(scene), scene.config
     if config.rounds < 2 or not scene.trains:
         return []
     return [replace(first, round="last", round_number=config.rounds, weights=d) for d in scene.defenses]
+
+
+def probe_defenses(scene: AuditSetup, store: RunFolder, seconds: float = math.inf) -> None:
+    """Run each defence by itself, the last of them not begun where it would not end in so many seconds.
+
+    What was not run is not assessed.
+    """
+    end, longest = pace.clock() + seconds, 0.0
+    for defense in scene.defenses:
+        if defense != "none" and not store.done(f"probe/{defense}"):
+            began = pace.clock()
+            if began + longest > end:
+                scene.probes[defense] = Probed(notes=("It was not run by itself: there was no time.",), assessed=False)
+            servers = scene.countermeasures(defense, scene.model)
+            rows = probe_rows(defense, scene.probed(defense), servers, "multi-round" in scene.tiers)
+            store.add(f"probe/{defense}", rows)
+            longest = max(longest, pace.clock() - began)
+
+
+def rounds_trained(store: RunFolder) -> int:
+    """Return how many rounds a run trained for, 0 where it did not yet: the same under each defence."""
+    return max((row["round"] for row in store.rows if row["kind"] == "accuracy"), default=0)
+
+
+def last_snapshots(
+    scene: AuditSetup, store: RunFolder, progress: Progress, rounds: int | None = None, seconds: float = math.inf
+) -> Iterator[Snapshot]:
+    """Train under each defence; yield the models that clients receive in the last round.
+
+    For so many rounds, default: as the settings have it; where a part of the run was trained before, for as many as
+    that was. Raise ``OutOfTime`` where one training does not end within these seconds.
+    """
+    rounds, done = rounds_trained(store) or rounds or scene.config.rounds, 0
+    total = rounds * len(scene.defenses)
+    for defense in scene.defenses:
+        unit = f"train/{defense}"
+        progress("training", done, total)
+        if not store.done(unit):
+            limit = pace.Limit(seconds, partial(progress, "local steps"), strict=True)
+            try:
+                with one_thread(is_small(scene.model)), limit, _memory_told(defense):
+                    tell = partial(lambda before, now: progress("training", before + now, total), done)
+                    rows, sent = _train(scene, defense, rounds, tell)
+            except Exception as error:
+                if (told := from_defense(error)) is error:
+                    raise
+                if not store.done(f"crash/{defense}"):
+                    about = Target(Snapshot("last", rounds, defense, scene.model), defense, oblivious(), "training", 0)
+                    store.add(f"crash/{defense}", [{"kind": "skip", **about.about, "why": str(told)}])
+                done += rounds
+                continue
+            store.add(unit, rows, sent)
+        done += rounds
+        if rounds > 1:
+            restored = copy.deepcopy(scene.model)
+            restored.load_state_dict({name: torch.from_numpy(value) for name, value in store.arrays(unit).items()})
+            yield Snapshot("last", rounds, defense, restored)
+    progress("training", done, total)
+
+
+@contextmanager
+def _memory_told(defense: str) -> Iterator[None]:
+    """Within, memory that does not suffice is one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise GradveilError(
+            f"A local step under {defense} does not fit into memory. Choose a smaller --batch-size, or --device cpu."
+        ) from error
+
+
+def _train(
+    scene: AuditSetup, defense: str, rounds: int, tell: Callable[[int], None]
+) -> tuple[list[Row], dict[str, Any]]:
+    """Return the accuracy after every round, and the weights that were sent in the last one."""
+    rows: list[Row] = []
+    sent = _state(scene.model)
+    training, chosen = replace(scene.config, rounds=rounds), scene.defenses[defense]
+    for round_ in simulate(scene.model, scene.dataset, scene.clients, training, chosen, scene.seeds):
+        score = evaluate(round_.model, scene.dataset.test, loss=training.loss)
+        head = {"kind": "accuracy", "defense": defense, "round": round_.number}
+        if score.scored_by != "accuracy":
+            head["scored_by"] = score.scored_by
+        rows.append(head | {"accuracy": score.accuracy, "loss": score.loss, "rejected": round_.rejected})
+        if round_.number == rounds - 1:
+            sent = _state(round_.model)
+        tell(round_.number)
+    return rows, sent
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return {name: value.detach().cpu().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def probe_rows(defense: str, found: Probed, servers: Sequence[Countermeasure], patient: bool = False) -> list[Row]:
+    """Return what running a defence says about it, and what servers that know it do, as rows."""
+    said = {"errors": list(found.errors), "notes": list(found.notes), "assessed": found.assessed}
+    rows: list[Row] = [{"kind": "probe", "defense": defense, **said}]
+    rows += [{"kind": "defense", "defense": defense, "server": server.name, "why": server.why} for server in servers]
+    if patient and not found.drawn:
+        why = "it sends the same in every round, so there is nothing to add up"
+        where = {"attack": "newton", "round": "first", "round_number": 1, "weights": "start"}
+        who = {"defense": defense, "tier": "multi-round", "server": "multi-round"}
+        rows.append({"kind": "skip", **who, **where, "why": why})
+    return rows
+
+
+FILM = "film"  # the unit
+FRAMES = 9  # of a film, the attack's answer the last of them
+SLOWER = 1.3  # between two frames that are kept, the number of steps grows by this
+FILM_SECONDS = 10.0  # for one film, at most; one that takes longer is left out
+FILM_SHARE = 0.05  # of the time that is left, likewise
+
+
+@dataclass
+class Watcher:
+    """Keeps where a loop stands after steps that lie further and further apart."""
+
+    steps: list[int] = field(default_factory=list)
+    points: list[Tensor] = field(default_factory=list)
+    _count: int = 0
+
+    def __call__(self, point: Tensor) -> None:
+        """Look at where the loop stands after one more step."""
+        self._count += 1
+        if not self.steps or self._count >= math.ceil(SLOWER * self.steps[-1]):
+            self.steps.append(self._count)
+            self.points.append(point.detach().cpu().clone())
+
+
+def film(work: AttackRunner) -> None:
+    """Write the films of a run, once; of images alone, since others do not come into view little by little.
+
+    Each is of an attack on one client's update that is run once more alone, with the same random numbers, and watched:
+    without a defence, and under the first defence that was asked for. Verdicts rest on the attacks themselves.
+    """
+    scene, store = work.scene, work.store
+    if store.done(FILM) or scene.dataset.modality != IMAGE:
+        return
+    rows: list[Row] = []
+    arrays = {}
+    for target in _wanted(work):
+        found = _film(work, target)
+        if found is not None:
+            row, frames = found
+            arrays[str(len(rows))] = frames
+            rows.append(row)
+    store.add(FILM, rows or [{"kind": "film", "steps": []}], arrays)  # none: not to be tried again
+
+
+def _wanted(work: AttackRunner) -> list[Target]:
+    """Return what to show: the strongest attack of the first round without a defence, and of both servers with one.
+
+    Of the audit's own attacks: those that a countermeasure brings along read an answer off, or learn one, at a stroke.
+    """
+    scene, first = work.scene, first_snapshot(work.scene)
+    here = [x for x in lines(work.store.rows) if x.round == first.round and x.attack in scene.attacks]
+    defended = next((name for name in scene.defenses if name != "none"), None)
+    best = [by_tier(here, "none")["oblivious"]]
+    best += [by_tier(here, defended)[tier] for tier in ("oblivious", "adaptive")] if defended else []
+    targets = [t for its in panel(scene, [first]).values() for t in its if t.victim == scene.victims[0]]
+    keys = dict.fromkeys(_shown(vars(line)) for line in best if line is not None)
+    return [t for key in keys for t in targets if _shown(t.about) == key]
+
+
+def _shown(about: Row) -> tuple[str, ...]:
+    return about["defense"], about["tier"], about["server"], about["attack"]
+
+
+def _film(work: AttackRunner, target: Target) -> tuple[Row, np.ndarray[tuple[int, ...], np.dtype[np.float32]]] | None:
+    """Return the row and the frames (F, *shape) of one attack; nothing where it takes no steps or too long."""
+    trial, watcher = work.observed.trial(target), Watcher()
+    with pace.Limit(min(FILM_SECONDS, FILM_SHARE * pace.left()), watch=watcher):
+        result = attempt([trial])[0]
+    if isinstance(result, GradveilError) or "out_of_time" in result.details or not watcher.steps or trial.truth is None:
+        return None
+    picks = np.unique(np.linspace(0, len(watcher.steps) - 1, FRAMES - 1).round().astype(int))
+    shape = tuple(result.inputs.shape)
+    if watcher.points[0].numel() < math.prod(shape):  # one example after the other
+        return None
+    seen = [watcher.points[i][: math.prod(shape)].reshape(shape) for i in picks]
+    kind, bounds = trial.view.modality, trial.view.bounds
+    steps = [kind.unit(x, bounds) for x in (*seen, result.inputs)]
+    truth = kind.unit(trial.truth.inputs, bounds)
+    mine = int(kind.order(steps[-1], truth)[0])  # an update does not keep the order of its examples
+    frames = torch.stack([x[mine] for x in steps])
+    errors = kind.metrics[kind.error].function(frames, truth[:1].expand_as(frames)).tolist()
+    numbers = [*(watcher.steps[i] for i in picks), watcher.steps[-1]]
+    row = {"kind": "film", **trial.about, "example": trial.first, "steps": numbers, "errors": errors}
+    return row, frames.numpy().astype(np.float32)

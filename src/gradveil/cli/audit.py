@@ -116,7 +116,7 @@ def _run_to_report(run: "Callable[[], Audit]", out: Path) -> "Audit":
 
 def _federated(given: Given) -> "Callable[..., Audit]":
     from gradveil.auditing.audit import audit
-    from gradveil.auditing.settings import from_toml
+    from gradveil.auditing.run_folder import from_toml
 
     _refuse(given, AuditConfig, UpdateAuditConfig, "--update")
     config, base = given["config"], AuditConfig()

@@ -57,7 +57,6 @@ def command(given: Given) -> None:
 def figures(asked: CertifyOptions) -> dict[str, Any]:
     """Compute everything that the command shows: lists, numbers and words."""
     from gradveil.auditing.certificates import KINDS, layer_certificates, metered, promise_rows
-    from gradveil.auditing.settings import find_device
     from gradveil.auditing.update_files import load_weights
     from gradveil.data import load
     from gradveil.federated.settings import Local
@@ -67,7 +66,7 @@ def figures(asked: CertifyOptions) -> dict[str, Any]:
     from gradveil.representation.certify import readable_p
     from gradveil.representation.problem import blind_mse, largest_mse
     from gradveil.seeds import Seeds
-    from gradveil.threats.setup import fitting_model
+    from gradveil.threats.setup import find_device, fitting_model
     from gradveil.threats.trial import RANK, Public
 
     at = find_device(asked.device)

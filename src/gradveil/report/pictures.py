@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.auditing.film import FILM
 from gradveil.auditing.run_folder import Row, RunFolder
+from gradveil.auditing.work import FILM
 from gradveil.files import write_atomically
 from gradveil.metrics import rate, short
 from gradveil.modalities import Cell, Modality

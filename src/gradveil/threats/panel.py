@@ -1,32 +1,125 @@
 """Who attacks what: each update of an attacked client, by the servers of every tier, with each attack."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
 
-from torch import Generator
+import torch
+from torch import Generator, nn
 
 from gradveil import pace
-from gradveil.attacks.base import ATTACKS, Kind, Malicious
+from gradveil.attacks.base import ATTACKS, Kind, Malicious, is_made_for
 from gradveil.attacks.base import build as build_attack
-from gradveil.auditing.run_folder import Row
-from gradveil.countermeasures import Countermeasure
+from gradveil.countermeasures import Countermeasure, Tier, plain
 from gradveil.errors import GradveilError, from_defense
+from gradveil.files import Row
+from gradveil.modalities import Modality
 from gradveil.registry import describe
 from gradveil.threats.probing.function import Client
-from gradveil.threats.servers import INFORMED, Servers, as_it_is, attacks_of, informed, inverting, listed, oblivious
+from gradveil.threats.rows import OBLIVIOUS
 from gradveil.threats.setup import AuditSetup
-from gradveil.threats.snapshots import Snapshot
-from gradveil.threats.trial import Trial, observe
+from gradveil.threats.trial import Public, Trial, observe
 from gradveil.tree import Params, parameters, size
 from gradveil.types import Batch, Observation
 
+INFORMED = "candidates"  # the attack of informed servers
+LAWS = ("whiten", "orthogonal")  # countermeasures that say how likely an update is
 CHUNK = 96  # trials that run together
 KEPT = 2**30  # bytes of updates that are kept for the next server; beyond that they are made again
 OF_LARGE = "candidates:entries=100000,shortlist=6"  # where running a client on all of a list takes long
 ROUNDS = 16  # updates of one client that a multi-round server has, at most
+
+
+def as_it_is(seen: Observation) -> Observation:
+    """Return what is seen: the view of a server that does nothing about a defence."""
+    return seen
+
+
+def oblivious() -> Countermeasure:
+    """The server that does not know of the defence, or does not care."""
+    return replace(plain(), name=OBLIVIOUS, why="Matches everything that arrives.", tier="oblivious")
+
+
+def informed(knowing: Sequence[Countermeasure]) -> Countermeasure:
+    """The server that has all other records of the client, and a list of candidates for this one."""
+    view = next((c.view for c in knowing if any(name in c.name for name in LAWS)), as_it_is)
+    why = "Has every other record of the client and a list of candidates; picks the likeliest."
+    return Countermeasure(INFORMED, why, view, INFORMED, "informed")
+
+
+def marked(view: Callable[[Observation], Observation] | None) -> list[Countermeasure]:
+    """The server with a list that looks at what of an update no draw changes; none where the defence leaves nothing."""
+    why = "Has a list of candidates; picks the one that makes what no draw of the client changes."
+    return [] if view is None else [Countermeasure("fingerprint", why, view, INFORMED, "informed")]
+
+
+def patient(knowing: Sequence[Countermeasure]) -> list[Countermeasure]:
+    """The servers that know the defence and have updates of many rounds: a view each, of all rounds."""
+    mine = [c for c in knowing if c.attack in (None, "newton") and c.name != "undeclared"]
+    return [replace(c, why=f"{c.why} Adds up the client's updates of many rounds.", tier="multi-round") for c in mine]
+
+
+def inverting() -> Countermeasure:
+    """The server that learns to undo the defence, from public examples that it sends through it itself."""
+    why = "Runs the defence on public examples and learns to undo it."
+    return replace(plain(), name="inverter", why=why, attack="inverter")
+
+
+def servers_of(
+    tiers: Collection[Tier],
+    knowing: Sequence[Countermeasure],
+    fingerprint: Callable[[Observation], Observation] | None = None,
+    drawn: bool = True,
+) -> list[Countermeasure]:
+    """Return the servers of these tiers but malicious ones, which send a model of their own.
+
+    ``knowing``: those that a defence's author declares, and that probing found; ``fingerprint``: what of an update no
+    draw changes; ``drawn``: whether something is drawn anew in each round.
+    """
+    found = [oblivious()] if "oblivious" in tiers else []
+    found += [server for server in knowing if server.tier in tiers]
+    found += [informed(knowing), *marked(fingerprint)] if "informed" in tiers else []
+    return found + (patient(knowing) if "multi-round" in tiers and drawn else [])
+
+
+def attacks_of(server: Countermeasure, own: Sequence[str], modality: Modality) -> Sequence[str]:
+    """Return the attacks of a server: the one it names, else the audit's own.
+
+    Where examples are not such as the attack it names searches for, it has the audit's own as well; none, if it is
+    nothing but that attack.
+    """
+    if server.attack is None:
+        return own
+    if is_made_for(server.attack, modality):
+        return [server.attack]
+    return [] if server.name == server.attack.partition(":")[0] else own
+
+
+def listed(one: Batch, public: Public, rng: Generator) -> Batch:
+    """Return a client's example among public ones, in an order that says nothing."""
+    others = public.batch[: public.choices - 1].to(one.inputs.device)
+    order = torch.randperm(public.choices, generator=rng)
+    inputs, labels = torch.cat([one.inputs, others.inputs]), torch.cat([one.labels, others.labels])
+    return Batch(inputs[order], labels[order])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One federation's model in one round: what the attacked clients received."""
+
+    round: str  # "first" or "last"
+    round_number: int
+    weights: str  # "start", or the defence it was trained under
+    model: nn.Module
+    planted: str = ""  # the attack of a malicious server that made this model
+    clients: frozenset[tuple[str, int]] | None = None  # by defence and number, that get this model; None: all
+
+
+def first_snapshot(scene: AuditSetup) -> Snapshot:
+    """Return the model that clients receive in the first round."""
+    return Snapshot("first", 1, "start", scene.model)
 
 
 @dataclass(frozen=True)
@@ -39,6 +132,13 @@ class Target:
     attack: str
     victim: int  # which attacked client
 
+    @property
+    def about(self) -> Row:
+        """What its rows say of it."""
+        where = {"round": self.look.round, "round_number": self.look.round_number, "weights": self.look.weights}
+        who = {"defense": self.defense, "server": self.server.name, "tier": self.server.tier, "attack": self.attack}
+        return where | who
+
 
 def panel(scene: AuditSetup, looks: Sequence[Snapshot]) -> dict[str, list[Target]]:
     """Return who attacks what, by attack: for each look the controls, then each defence, by tier.
@@ -48,8 +148,7 @@ def panel(scene: AuditSetup, looks: Sequence[Snapshot]) -> dict[str, list[Target
     """
     targets: dict[str, list[Target]] = {}
     for look in looks:
-        wanted = _planted(scene, look) if look.planted else _wanted(scene, look)
-        for defense, server, attack in wanted:
+        for defense, server, attack in _wanted(scene, look):
             clients = [v for v in scene.victims if look.clients is None or (defense, v) in look.clients]
             mine = [Target(look, defense, server, attack, victim) for victim in clients]
             targets.setdefault(attack, []).extend(mine)
@@ -70,12 +169,16 @@ def last_resort(scene: AuditSetup, look: Snapshot, holding: Sequence[str]) -> di
     return {server.name: mine}
 
 
-Wanted = list[tuple[str, Countermeasure, str]]  # defence, server, attack
+Wanted = tuple[str, Countermeasure, str]  # defence, server, attack
 
 
-def _wanted(scene: AuditSetup, look: Snapshot) -> Wanted:
+def _wanted(scene: AuditSetup, look: Snapshot) -> list[Wanted]:
+    if look.planted:
+        why = "Sends weights that make clients give more away."
+        server = Countermeasure(look.planted.partition(":")[0], why, as_it_is, tier="malicious")
+        return [(defense, server, look.planted) for defense in scene.defenses]
     tried = [d for d in scene.defenses if d != "none" and look.weights in ("start", d)]
-    found: dict[tuple[str, str, str, str], tuple[str, Countermeasure, str]] = {}
+    found: dict[tuple[str, str, str, str], Wanted] = {}
 
     def add(defense: str, server: Countermeasure, attack: str) -> None:
         attack = OF_LARGE if attack == INFORMED and scene.is_dear else attack
@@ -87,8 +190,8 @@ def _wanted(scene: AuditSetup, look: Snapshot) -> Wanted:
         add("none", informed(()), INFORMED)
     for defense in tried:
         probed, acting = scene.probed(defense), scene.acting(defense, look.model)
-        servers = Servers(scene.countermeasures(defense, look.model), acting.fingerprint, probed.drawn)
-        for server in servers.of(scene.tiers):
+        knowing = scene.countermeasures(defense, look.model)
+        for server in servers_of(scene.tiers, knowing, acting.fingerprint, probed.drawn):
             for attack in _used(scene, server):
                 if server.tier in ("adaptive", "multi-round"):
                     add("none", oblivious(), attack)  # an attack is nothing without its control
@@ -96,23 +199,12 @@ def _wanted(scene: AuditSetup, look: Snapshot) -> Wanted:
     return sorted(found.values(), key=lambda one: one[0] != "none")
 
 
-def _planted(scene: AuditSetup, look: Snapshot) -> Wanted:
-    server = Countermeasure(
-        look.planted.partition(":")[0], "Sends weights that make clients give more away.", as_it_is, tier="malicious"
-    )
-    return [(defense, server, look.planted) for defense in scene.defenses]
-
-
 def _used(scene: AuditSetup, server: Countermeasure) -> list[str]:
-    """Return the attacks that a server uses; a patient one the first of the audit's own."""
+    """Return the attacks that a server uses, with the panel's own settings; a patient one the first of them."""
+    own = {spec.partition(":")[0]: spec for spec in reversed(scene.attacks)}
     used = attacks_of(server, list(scene.attacks), scene.dataset.modality)
-    return [_own_name(scene, attack) for attack in used][: 1 if server.tier == "multi-round" else None]
-
-
-def _own_name(scene: AuditSetup, attack: str) -> str:
-    """Return the panel's own settings of an attack that a countermeasure names without any."""
-    named = (spec for spec in scene.attacks if spec.partition(":")[0] == attack)
-    return attack if attack in scene.attacks else next(named, attack)
+    mine = [attack if attack in scene.attacks else own.get(attack, attack) for attack in used]
+    return mine[: 1 if server.tier == "multi-round" else None]
 
 
 def kind_of(scene: AuditSetup, attack: str) -> Kind:
@@ -148,13 +240,13 @@ class ClientUpdates:
     scene: AuditSetup
     _kept: dict[tuple[str | int, ...], Observation | GradveilError] = field(default_factory=dict)
     _views: dict[tuple[object, ...], tuple[Observation, Observation]] = field(default_factory=dict)
-    _clients: dict[tuple[int, str], "_Client"] = field(default_factory=dict)
+    _clients: dict[tuple[int, str], Callable[..., Params]] = field(default_factory=dict)  # as servers run them
     _devices: dict[tuple[object, ...], Client] = field(default_factory=dict)  # each with a defence of its own
     _bytes: int = 0
 
-    def __post_init__(self) -> None:
-        self._num_classes = self.scene.num_classes
-        self._public = self.scene.public.batch.to(self.scene.device)
+    @cached_property
+    def _public(self) -> Batch:
+        return self.scene.public.batch.to(self.scene.device)
 
     def trial(self, target: Target) -> Trial:
         """Return the trial of a target."""
@@ -165,7 +257,7 @@ class ClientUpdates:
         if (one := _one_of(target, held)) is not None:
             first, held = first + one, held[one : one + 1]
         server = replace(target.server, view=partial(self._viewed, target.server.view))
-        return Trial(self._given(target), server, attack, rng, held, self.about(target), first)
+        return Trial(self._given(target), server, attack, rng, held, target.about, first)
 
     def _viewed(self, view: Callable[[Observation], Observation], seen: Observation) -> Observation:
         """Return a view of one update; worked out once, whichever attacks and tiers it is for."""
@@ -178,40 +270,28 @@ class ClientUpdates:
             self._views[key] = (seen, found)  # what was seen is held as well, so that no other update gets its id
         return self._views[key][1]
 
-    def about(self, target: Target) -> Row:
-        """Return what the rows of a target say of it."""
-        return {
-            "round": target.look.round,
-            "round_number": target.look.round_number,
-            "weights": target.look.weights,
-            "defense": target.defense,
-            "server": target.server.name,
-            "tier": target.server.tier,
-            "attack": target.attack,
-        }
-
     def _given(self, target: Target) -> Observation | GradveilError:
         """Return the update, and what a server of this tier has beside it."""
-        seen, tier = self.seen(target), target.server.tier
-        if isinstance(seen, GradveilError) or tier == "oblivious":
-            return seen if isinstance(seen, GradveilError) else replace(seen, public=self._public)
-        client = self._clients.setdefault((id(target.look.model), target.defense), _Client(self, target))
-        seen = replace(seen, client=client, public=self._public)
-        if tier == "informed":
-            return replace(seen, candidates=self._candidates(target.victim), others=self._others(target.victim))
+        seen, tier, scene = self.seen(target), target.server.tier, self.scene
+        if isinstance(seen, GradveilError):
+            return seen
+        seen = replace(seen, public=self._public)
+        if tier == "oblivious":
+            return seen
+        key = (id(target.look.model), target.defense)
+        seen = replace(seen, client=self._clients.setdefault(key, partial(self._sent_by_server, target)))
+        if tier == "informed":  # the client's example among public ones, and all that it has beside it
+            held = scene.held_by(target.victim)
+            several = listed(held[:1], scene.public, scene.seeds("candidates", target.victim)).to(scene.device)
+            return replace(seen, candidates=several, others=held[1:].to(scene.device) if len(held) > 1 else None)
         if tier == "multi-round":
-            more = [self.seen(target, again) for again in range(1, rounds_seen(self.scene))]
+            more = [self.seen(target, again) for again in range(1, rounds_seen(scene))]
             return replace(seen, rounds=tuple(one for one in more if isinstance(one, Observation)))
         return seen
 
-    def _candidates(self, victim: int) -> Batch:
-        """Return the client's example among public ones."""
-        rng = self.scene.seeds("candidates", victim)
-        return listed(self.scene.held_by(victim)[:1], self.scene.public, rng).to(self.scene.device)
-
-    def _others(self, victim: int) -> Batch | None:
-        held = self.scene.held_by(victim)
-        return held[1:].to(self.scene.device) if len(held) > 1 else None
+    def _sent_by_server(self, target: Target, batch: Batch, rng: Generator) -> Params:
+        """Return what a client with other examples would send: the server runs the defence by itself."""
+        return self.send(target, batch, rng, by_server=True).update.gradient
 
     def seen(self, target: Target, again: int = 0) -> Observation | GradveilError:
         """Return what arrived from the client after its local training, or why nothing did; ``again``: once more."""
@@ -245,18 +325,7 @@ class ClientUpdates:
         lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
         rest = (lr, False, (0.0, 1.0), scene.config, scene.dataset.modality)
         with made.running() as defense:
-            return observe(look.model, batch, defense, rng, self._num_classes, prior, *rest)
-
-
-@dataclass(frozen=True, eq=False)
-class _Client:
-    """What a client with other examples would send: the server runs the defence by itself."""
-
-    observed: ClientUpdates
-    target: Target
-
-    def __call__(self, batch: Batch, rng: Generator) -> Params:
-        return self.observed.send(self.target, batch, rng, by_server=True).update.gradient
+            return observe(look.model, batch, defense, rng, scene.num_classes, prior, *rest)
 
 
 LARGEST, FEWEST = 2 * 10**7, 64  # weights that are planted in limited time, at most; and rows, at least
@@ -283,10 +352,11 @@ def plant(
                 made = attack.plant(look.model, *where, scene.seeds("plant", name))
                 looks.append(replace(look, model=made, planted=name, clients=frozenset(clients)))
             except GradveilError as error:
-                about = {"round": look.round, "round_number": look.round_number, "weights": look.weights}
-                about |= {"attack": name, "server": name, "tier": "malicious", "why": str(error), "out_of_time": False}
-                firsts = [(defense, victim * scene.config.examples) for defense, victim in clients]
-                rows += [{"kind": "skip", **about, "defense": d, "example": first} for d, first in firsts]
+                server = Countermeasure(name, "", as_it_is, tier="malicious")
+                why = {"why": str(error), "out_of_time": False}
+                for defense, victim in clients:
+                    about = Target(look, defense, server, name, victim).about
+                    rows.append({"kind": "skip", **about, "example": victim * scene.config.examples, **why})
     return looks, rows
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
+from gradveil.files import Row
 from gradveil.metrics import Interval, chance_of, interval, rate, short
 from gradveil.modalities import IMAGE, MODALITIES, Modality
 

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from torch import nn
 from gradveil.attacks.base import LARGE, Attack, build
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.newton import Newton
-from gradveil.auditing.settings import find_device
 from gradveil.countermeasures import TIERS, Countermeasure, Tier
 from gradveil.data import load
 from gradveil.data.base import Dataset
@@ -34,7 +33,6 @@ from gradveil.ranges import Count, Positive, Seed, Weight
 from gradveil.seeds import Seeds
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.probing.function import Client
-from gradveil.threats.servers import with_found
 from gradveil.threats.trial import Public, check_fits
 from gradveil.tree import parameters, size
 from gradveil.types import Batch, Update
@@ -86,6 +84,26 @@ def one_thread(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of a name: cpu, cuda (``cuda:1`` is the second), or auto, which is cuda where there is one."""
+    kind, _, number = name.partition(":")
+    if name not in ("auto", "cpu") and not (kind == "cuda" and (number.isdecimal() or name == "cuda")):
+        raise SpecError(f"--device {name}: there is no such device. Give cpu, cuda or auto.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if count else "cpu")
+    if kind == "cuda" and int(number or 0) >= count:
+        found = f"there are {count} CUDA devices" if count else "no CUDA device was found"
+        raise SpecError(f"--device {name}: {found}. Use --device cpu.")
+    return torch.device(name)
+
+
+def with_found(declared: Sequence[Countermeasure], probed: Probed) -> tuple[Countermeasure, ...]:
+    """Return the servers that a defence declares, and those that probing it found, whatever they are called."""
+    taken = {c.name for c in declared}
+    return (*declared, *(replace(c, name=f"found {c.name}") if c.name in taken else c for c in probed.servers))
 
 
 MINUTES = 5.0  # for an audit of a large network, where none are given

@@ -16,12 +16,12 @@ from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
-from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Countermeasure
 from gradveil.data.base import Dataset
 from gradveil.errors import DefenseError, GradveilError, from_defense
 from gradveil.federated.client import step_gradient, train_client, update_batch_size
 from gradveil.federated.settings import Local, said_of_trained
+from gradveil.files import Row
 from gradveil.losses import build as build_loss
 from gradveil.metrics import COMMON, blind_guesses, measure
 from gradveil.modalities import IMAGE, Modality

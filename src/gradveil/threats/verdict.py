@@ -12,8 +12,8 @@ from functools import cached_property
 from statistics import fmean
 from typing import Literal
 
-from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
+from gradveil.files import Row
 from gradveil.metrics import short
 from gradveil.modalities import Modality
 from gradveil.pace import as_clock

@@ -13,7 +13,7 @@ from gradveil.data.partition import partition
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import Plan, PlannedRun, class_spectra
 from gradveil.protection.defense import NoDefense
-from gradveil.threats.servers import INFORMED
+from gradveil.threats.panel import INFORMED
 from gradveil.tree import flatten
 from gradveil_studies.leaderboard.attacked import Client, Place
 from gradveil_studies.leaderboard.attacks import ONE, AttackedEntry

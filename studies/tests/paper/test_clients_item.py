@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradveil.threats.servers import oblivious
+from gradveil.threats.panel import oblivious
 from gradveil.threats.trial import Trial
 from gradveil.types import Reconstruction
 from gradveil_studies.cli import reproduce

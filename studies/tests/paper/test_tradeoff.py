@@ -12,7 +12,7 @@ from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import drop
 from gradveil.metrics import Interval
 from gradveil.models import build
-from gradveil.threats.servers import oblivious
+from gradveil.threats.panel import oblivious
 from gradveil.threats.trial import Trial, solved
 from gradveil_studies.paper.base import Context, Row
 from gradveil_studies.paper.figures import Dot, dots

@@ -38,10 +38,10 @@ def command(
 ) -> None:
     """Train, attack and time every defence; print the table, with a certificate that an attack beats as an error."""
     from gradveil.auditing.run_folder import RunFolder
-    from gradveil.auditing.settings import find_device
     from gradveil.files import write_atomically
     from gradveil.protection.defense import build
     from gradveil.seeds import Seeds
+    from gradveil.threats.setup import find_device
     from gradveil_studies.cli.reproduce import check_pattern, do_units, show
     from gradveil_studies.leaderboard.board import Leaderboard
     from gradveil_studies.leaderboard.standings import short_table, standings, tier_table

@@ -45,8 +45,8 @@ def command(
     quiet: shared.Quiet = False,
 ) -> None:
     """Run items of the paper and print what holds and what does not."""
-    from gradveil.auditing.settings import find_device
     from gradveil.seeds import Seeds
+    from gradveil.threats.setup import find_device
     from gradveil_studies.paper.base import ITEMS, Context, usual_jobs
 
     if scale not in ("quick", "full"):

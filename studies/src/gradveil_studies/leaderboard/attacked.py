@@ -23,7 +23,7 @@ from gradveil.privacy.plan import PlannedRun, class_spectra
 from gradveil.protection.defense import Defense, NoDefense, accounted, in_round
 from gradveil.protection.defense import build as build_defense
 from gradveil.threats.one_update import alone
-from gradveil.threats.servers import listed
+from gradveil.threats.panel import listed
 from gradveil.threats.trial import Public, observe
 from gradveil.tree import Params, map_values
 from gradveil.types import Batch, GaussianPrior, Observation, Update

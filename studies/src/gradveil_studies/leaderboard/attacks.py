@@ -17,10 +17,11 @@ from gradveil.federated.settings import Local
 from gradveil.privacy.accountant import Account
 from gradveil.privacy.plan import floor_share
 from gradveil.protection.defense import NoDefense, accounted, noise_row
+from gradveil.threats.panel import INFORMED, inverting, marked, oblivious
+from gradveil.threats.panel import patient as patient_servers
 from gradveil.threats.probes import Probed, probe
 from gradveil.threats.rows import lines
-from gradveil.threats.servers import INFORMED, inverting, marked, oblivious, with_found
-from gradveil.threats.servers import patient as patient_servers
+from gradveil.threats.setup import with_found
 from gradveil.threats.trial import Trial, attack_rows, attempt, floors
 from gradveil.types import Observation
 from gradveil_studies.leaderboard.attacked import Client, Place, planted

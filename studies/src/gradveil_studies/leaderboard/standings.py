@@ -8,8 +8,8 @@ from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import TIERS, Tier
 from gradveil.metrics import Interval, chance_of, interval
 from gradveil.privacy.accountant import Account
+from gradveil.threats.panel import INFORMED
 from gradveil.threats.rows import SIGNIFICANT, Floor, Line, best_floor, group, lines, read
-from gradveil.threats.servers import INFORMED
 from gradveil_studies.leaderboard.attacks import ONE, PLANTED
 from gradveil_studies.leaderboard.entries import BATCHES
 from gradveil_studies.leaderboard.training import settled

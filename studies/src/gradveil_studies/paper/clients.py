@@ -33,8 +33,8 @@ from gradveil.metrics import short
 from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import Count, Positive
 from gradveil.registry import Spec, parse
+from gradveil.threats.panel import oblivious
 from gradveil.threats.rows import OBLIVIOUS, Floor, Line, MeasuredExample, best_floor, group, lines, read, why_it_failed
-from gradveil.threats.servers import oblivious
 from gradveil.threats.setup import fitting_model, is_small, load_dataset, one_thread
 from gradveil.threats.trial import Public, Result, Trial, attempt, client_row, floors, measured, observe
 from gradveil.threats.verdict import strongest

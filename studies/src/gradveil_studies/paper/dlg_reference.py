@@ -8,8 +8,8 @@ from statistics import fmean
 from gradveil.countermeasures import drop, mask
 from gradveil.metrics import interval, rate
 from gradveil.ranges import Share
+from gradveil.threats.panel import oblivious
 from gradveil.threats.rows import group
-from gradveil.threats.servers import oblivious
 from gradveil_studies.paper.base import BLIND, ITEMS, SUCCESS, Context, Item, Judgement, Row, judge
 from gradveil_studies.paper.figures import Dot, dot_panels
 from gradveil_studies.paper.panels import AttackPoints, Point

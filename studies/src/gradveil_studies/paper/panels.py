@@ -21,7 +21,7 @@ from gradveil.modalities.image import mse
 from gradveil.models import build
 from gradveil.protection.defense import build as build_defense
 from gradveil.seeds import Seeds
-from gradveil.threats.servers import oblivious
+from gradveil.threats.panel import oblivious
 from gradveil.threats.trial import Public, Trial, floors, measured, numbers, observe, solved
 from gradveil.types import Batch, Observation, Reconstruction
 from gradveil_studies.paper.base import BLIND, CIFAR10, Context, Row, papers_defense

@@ -30,7 +30,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil import pace
 from gradveil.auditing.audit import audit
-from gradveil.auditing.settings import find_device
 from gradveil.cli import shared
 from gradveil.data import load
 from gradveil.data.base import Dataset, Split
@@ -43,7 +42,7 @@ from gradveil.models import build
 from gradveil.ranges import Count, Positive
 from gradveil.seeds import Seeds
 from gradveil.threats.rows import best_floor
-from gradveil.threats.setup import AuditConfig
+from gradveil.threats.setup import AuditConfig, find_device
 from gradveil_studies.cli.reproduce import run_item, show
 from gradveil_studies.paper.base import Context, Item, Judgement, Row, judge
 

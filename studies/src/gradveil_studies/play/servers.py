@@ -17,7 +17,7 @@ from gradveil.errors import GradveilError, SpecError
 from gradveil.metrics import measure
 from gradveil.modalities.tokens import Tokens
 from gradveil.seeds import Seeds
-from gradveil.threats.servers import Servers, as_it_is
+from gradveil.threats.panel import as_it_is, servers_of
 from gradveil.threats.setup import is_small, one_thread
 from gradveil.threats.trial import Trial, attempt, floors, observe
 from gradveil.types import Batch
@@ -47,7 +47,7 @@ def trials(stage: PlayStage, one: Batch, spec: str, rounds: int = 1, seed: int =
     knowing = () if spec == "none" else defense.servers(model)
     drawn = any(not torch.equal(g, sent[-1].update.gradient[n]) for n, g in sent[0].update.gradient.items())
     found = [] if spec == "none" else [replace(trials(stage, one, "none", seed=seed)[0], about=CONTROL)]
-    for server in Servers(knowing, drawn=drawn).of(("oblivious", "adaptive", "multi-round")):
+    for server in servers_of(("oblivious", "adaptive", "multi-round"), knowing, drawn=drawn):
         attack = stage.attack if isinstance(kind, Tokens) else server.attack or stage.attack
         trial = Trial(replace(sent[0], public=stage.public.batch), server, attack, seeds("attack", attack), one)
         if server.tier == "multi-round":
