@@ -139,7 +139,6 @@ def test_the_check_leaves_the_model_as_it_was_and_says_what_it_was_held_against(
     assert found.compared == (
         "themselves", "the weights before", "the model that is expected", "what they do to own examples",
     )  # fmt: skip
-    assert 1 / 10 < found.figures["largest share of one example in the gradient"] < 1
     assert all(torch.equal(value, before[name]) for name, value in honest.state_dict().items())
 
 

@@ -24,7 +24,7 @@ from gradveil.auditing.saved_update import UpdateAuditConfig
 from gradveil.auditing.train import TrainConfig
 from gradveil.auditing.update_files import write_examples, write_update
 from gradveil.cli import options
-from gradveil.cli.main import COMMANDS, app, whole_command
+from gradveil.cli.main import COMMANDS, app, module_of, whole_command
 from gradveil.threats.setup import AuditConfig
 from schemas import FOLDER, described, schema_of
 
@@ -134,7 +134,7 @@ def test_a_default_in_words_is_the_one_that_is_used(name: str, config: Any) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_sentence_of_a_help_comes_twice(name: str) -> None:
-    told = [COMMANDS[name][1], *(param.help or "" for param in shown(name))]
+    told = [COMMANDS[name], *(param.help or "" for param in shown(name))]
     assert repeated(" ".join(told)) == []
 
 
@@ -182,8 +182,7 @@ def test_quiet_is_quiet_and_no_sentence_comes_twice(
 
 def speaks(name: str) -> bool:
     """Whether a command shows progress."""
-    module = COMMANDS[name][0].partition(":")[0]
-    source = inspect.getsource(import_module(module if "." in module else f"gradveil.cli.{module}"))
+    source = inspect.getsource(import_module(module_of(name)))
     return "shared.running(" in source or "shared.working(" in source
 
 

@@ -40,8 +40,6 @@ def command(
     else:
         for finding in found.findings:
             typer.echo(f"{finding.kind}: {finding.text}")
-        for name, value in found.figures.items():
-            typer.echo(f"({name}: {value:.0%})")
         held = ", ".join(found.compared)
         count = len(found.findings)
         verdict = f"Suspicious: {count} finding{'s' * (count > 1)}." if found.suspicious else "Nothing suspicious."

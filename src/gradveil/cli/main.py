@@ -15,63 +15,34 @@ from typer.utils import get_params_from_function
 
 from gradveil import __version__
 from gradveil.cli.options import with_all
-from gradveil.cli.stopping import stopping
-from gradveil.cli.watchdog import done, watched
+from gradveil.cli.watchdog import done, stopping, watched
 from gradveil.errors import GradveilError, is_out_of_memory, own_place
 from gradveil.imports import OWN_CODE
 
-# command -> (module, under gradveil.cli unless it is a whole path, and its function; one line of help)
+# command -> one line of help; the module of gradveil.cli, or of gradveil_studies.cli, that has it is called like it
 COMMANDS = {
-    "audit": ("audit:command", "Train, attack what the clients send, and say what an attacker gets."),
-    "attack": ("attack:command", "Reconstruct the inputs behind one saved update."),
-    "report": ("report:command", "Draw the report of a run again, or compare several runs."),
-    "train": ("train:command", "Train with FedAvg, with any defence inside."),
-    "check-model": ("check_model:command", "Check weights that a server sent before training at them."),
-    "certify": ("certify:command", "Bound what a reconstruction can reach, and say what the bound rests on."),
-    "plan": ("plan:command", "From a promise to the noise that keeps it, or from a configuration to what it buys."),
-    "verify": ("verify:command", "Measure a promise from outside, with canary records through the real pipeline."),
-    "dossier": (
-        "dossier:command",
-        "Write the evidence of runs for a privacy officer to file, or check such a dossier.",
-    ),
-    "infer": (
-        "gradveil_studies.cli.infer:command",
-        "Read the classes and their representations off an update, as the paper does.",
-    ),
-    "reproduce": (
-        "gradveil_studies.cli.reproduce:command",
-        "Run the tables and figures of the paper, its numbers beside ours.",
-    ),
-    "leaderboard": (
-        "gradveil_studies.cli.leaderboard:command",
-        "Rank every defence: what it costs, what its strongest server gets.",
-    ),
-    "play": (
-        "gradveil_studies.cli.play:command",
-        "Open a playground in the browser: one example, one update, what servers rebuild.",
-    ),
-    "list": ("list:command", "Show every data set, model, defence, attack and metric with its settings."),
+    "audit": "Train, attack what the clients send, and say what an attacker gets.",
+    "attack": "Reconstruct the inputs behind one saved update.",
+    "report": "Draw the report of a run again, or compare several runs.",
+    "train": "Train with FedAvg, with any defence inside.",
+    "check-model": "Check weights that a server sent before training at them.",
+    "certify": "Bound what a reconstruction can reach, and say what the bound rests on.",
+    "plan": "From a promise to the noise that keeps it, or from a configuration to what it buys.",
+    "verify": "Measure a promise from outside, with canary records through the real pipeline.",
+    "dossier": "Write the evidence of runs for a privacy officer to file, or check such a dossier.",
+    "infer": "Read the classes and their representations off an update, as the paper does.",
+    "reproduce": "Run the tables and figures of the paper, its numbers beside ours.",
+    "leaderboard": "Rank every defence: what it costs, what its strongest server gets.",
+    "play": "Open a playground in the browser: one example, one update, what servers rebuild.",
+    "list": "Show every data set, model, defence, attack and metric with its settings.",
 }
+STUDIES = ("infer", "reproduce", "leaderboard", "play")
 
-# what no program can do anything about: a disk that is full or read-only, no right, too many open files
+# what no program can do anything about: a disk that is full or read-only, no right, too many open files, no such folder
 _REFUSALS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EIO,
-    errno.ENOENT,  # a folder that was removed meanwhile
-}
-
-
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE, errno.ENFILE,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENOENT,
+}  # fmt: skip
 _LONGEST = 2000  # letters of a line that says what is wrong
 
 
@@ -95,7 +66,7 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a stand-in with the help line: for the list, and to complete a name."""
-        return click.Command(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+        return click.Command(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -105,12 +76,15 @@ class LazyGroup(TyperGroup):
         return name, found and whole_command(found.name or ""), rest
 
 
+def module_of(name: str) -> str:
+    """Return the module of a command."""
+    return f"{'gradveil_studies' if name in STUDIES else 'gradveil'}.cli.{name.replace('-', '_')}"
+
+
 def whole_command(name: str) -> click.Command:
     """Import a command of the table; its help says every default and what every argument is."""
-    place, line = COMMANDS[name]
-    module, _, function = place.partition(":")
     try:
-        command: Any = getattr(import_module(module if "." in module else f"gradveil.cli.{module}"), function)
+        command: Any = import_module(module_of(name)).command
     except ModuleNotFoundError as error:
         if error.name != "gradveil_studies":
             raise
@@ -118,7 +92,7 @@ def whole_command(name: str) -> click.Command:
             f"gradveil {name} is part of gradveil-studies. Install it: pip install gradveil-studies."
         ) from None
     app = typer.Typer(add_completion=False)
-    app.command(name, help=line)(command)
+    app.command(name, help=COMMANDS[name])(command)
     found = typer.main.get_command(app)
     told = get_params_from_function(command)
     for param in found.params:

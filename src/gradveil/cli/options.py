@@ -1,14 +1,16 @@
 """Options of the commands, derived from the dataclasses of settings that they fill.
 
 A field of a settings class is an option of every command that takes the class: its type, range and default stand in the
-class alone, its words in ``WORDS``. ``--help`` shows the options that a first run needs, ``--help-all`` the others too.
+class alone, its words in ``options.toml``. ``--help`` shows the options that a first run needs, ``--help-all`` all.
 """
 
 import dataclasses
 import inspect
+import tomllib
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 import click
@@ -29,89 +31,13 @@ NAMES = {
     "defenses": "defense", "attacks": "attack", "tiers": "tier", "kinds": "kind", "updates": "update",
     "num_steps": "steps", "num_examples": "examples", "num_classes": "classes",
 }  # fmt: skip
-FIELDS = {option: name for name, option in NAMES.items()}
 
-_TABLE, _ROUNDS, _LOCAL, _RUN = "A table", "Federated averaging", "Local steps", "The run"
-_UPDATE, _FLOWER, _PROMISE, _TRAINER = (
-    "A saved update",
-    "On Flower",
-    "The promise, one of these",
-    "A trainer of your own",
-)
-
-# option -> (panel of the help, words); one option is in the same words in all commands
+# option -> (panel of the help, words)
 WORDS: dict[str, tuple[str | None, str]] = {
-    "model": (None, f"A model spec, {OWN}"),
-    "dataset": (None, "A data set by name, a CSV or parquet file, or module:function, your own."),
-    "data": (None, "Folder with the data sets."),
-    "defense": (None, "A defence spec; join several by '+'."),
-    "attack": (None, "An attack spec, e.g. dlg:restarts=8."),
-    "tier": (None, "Servers: oblivious, adaptive, informed, multi-round, malicious; repeat for several."),
-    "loss": (None, "cross_entropy, bce, mse, or module:function, your own loss(output, target)."),
-    "minutes": (None, "Time limit for all of it: every server gets an answer before any gets a second."),
-    "weights": (None, "The weights that clients receive: safetensors, or .pt of tensors alone."),
-    "device": (None, "cpu, cuda, or auto: cuda where there is one."),
-    "seed": (None, "One seed for everything."),
-    "out": (None, "The run folder."),
-    "resume": (None, "Continue a run that was stopped."),
-    "json": (None, "Print JSON in place of tables and progress."),
-    "quiet": (None, "Show no progress."),
-    "target": (_TABLE, "The column to predict, where --dataset is a CSV or parquet file."),
-    "categorical": (_TABLE, "Columns of numbers that are categories, joined by commas."),
-    "drop": (_TABLE, "Columns to leave out, joined by commas."),
-    "by": (_TABLE, "The column that says which client a row belongs to, e.g. hospital."),
-    "rounds": (_ROUNDS, "Rounds of training."),
-    "clients": (_ROUNDS, "Clients that train in a round."),
-    "partition": (_ROUNDS, "How examples are dealt out to clients."),
-    "schedule": (_ROUNDS, "constant, cosine, exponential:factor=, inverse:mu=,gamma=."),
-    "sampling": (_ROUNDS, "Draw clients with or without putting back."),
-    "weighting": (_ROUNDS, "samples, paper or uniform."),
-    "aggregator": (_ROUNDS, "fedavg, fedavgm, fedadam; on Flower: a strategy."),
-    "faults": (_ROUNDS, "Fault drill: chances of drop=, late=, nan=, inf=, shape=."),
-    "trains": (_LOCAL, "What is trained: all, head, batch_norm, or names of parameters (fc*)."),
-    "epochs": (_LOCAL, "Local epochs."),
-    "batch_size": (_LOCAL, "Examples of a local step; 0: all of them."),
-    "lr": (_LOCAL, "Learning rate of the local steps."),
-    "optimizer": (_LOCAL, "sgd, adam or adamw."),
-    "momentum": (_LOCAL, "Of sgd."),
-    "weight_decay": (_LOCAL, "Of the optimizer."),
-    "proximal": (_LOCAL, "FedProx's factor mu."),
-    "clip": (_LOCAL, "Largest norm of a step's gradient; 0: none."),
-    "images": (_RUN, "Examples under attack."),
-    "examples": (_RUN, "Examples of one attacked update."),
-    "gallery": (_RUN, "Examples that an original must be told from, itself included."),
-    "trained": (_RUN, "Train a federation first, also where the network is large."),
-    "meter_seconds": (_RUN, "Time limit of certificates and leak meter, which come last; 0: none."),
-    "fail_on": (
-        _RUN,
-        "recovered, recognised or unproved: exit with 3 where a server gets that far or nothing is proved, 4 where "
-        "that cannot be told.",
-    ),
-    "config": (_RUN, "Settings from a TOML file; options go before it."),
-    "engine": (_RUN, "auto, sequential, processes:workers=N, vectorised, flower."),
-    "early_stop": (_RUN, "End after so many measurements without a higher accuracy."),
-    "evaluate_every": (_RUN, "Rounds between measurements."),
-    "save_every": (_RUN, "Rounds between checkpoints."),
-    "tensorboard": (_RUN, "Write event files for TensorBoard as well."),
-    "verify": (_RUN, "Measure the defence's promise with canary records, too."),
-    "update": (_UPDATE, "A safetensors file: gradients, a difference, or weights."),
-    "kind": (_UPDATE, "gradient, difference or weights."),
-    "before": (_UPDATE, "Safetensors: the weights before, if --update has those after."),
-    "truth": (_UPDATE, "Safetensors with inputs and labels: what was trained on."),
-    "steps": (_UPDATE, "Local steps behind the update."),
-    "input_shape": (_UPDATE, "E.g. 1x28x28, without --dataset."),
-    "classes": (_UPDATE, "Number of classes, or of outputs, without --dataset."),
-    "superlink": (_FLOWER, "host:port of a running SuperLink."),
-    "root_certificates": (_FLOWER, "Of a SuperLink with TLS."),
-    "secure_aggregation": (_FLOWER, "The server sees sums of updates only."),
-    "lost": (_FLOWER, "Share of a secure sum's clients that may drop out."),
-    "max_change": (_FLOWER, "Reject updates larger than so many times the round's median; 0: none."),
-    "max_examples": (_FLOWER, "Reject a reply that counts more examples."),
-    "deadline": (_FLOWER, "Seconds a round waits for nodes, then for replies."),
-    "min_replies": (_FLOWER, "Sound replies that a round needs."),
-    "require_defense": (_FLOWER, "Reject replies that do not state this defence."),
-}  # fmt: skip
-
+    name: (panel or None, text)
+    for panel, its in tomllib.loads((files("gradveil.cli") / "options.toml").read_text("utf-8")).items()
+    for name, text in its.items()
+}
 # what stands in the help as a default where the field's own says nothing to a reader
 SHOWN = {
     "model": SUITS, "data": "$GRADVEIL_DATA", "weights": "the model's own", "attack": "those that suit the model",
@@ -122,7 +48,7 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option: where it differs from what the field and ``WORDS`` say."""
+    """One option: where it differs from what the field and the table of words say."""
 
     help: str = ""
     panel: str | None = None

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gradveil.auditing.run_folder import plain_json
 from gradveil.cli.options import WORDS, Columns
-from gradveil.cli.stopping import stopping
+from gradveil.cli.watchdog import stopping
 from gradveil.errors import SpecError
 from gradveil.imports import is_import_path
 from gradveil.pace import Limit, as_clock
