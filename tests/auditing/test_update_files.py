@@ -126,7 +126,7 @@ def test_a_bad_update_is_refused_in_one_line(
         (Facts(lr=float("nan")), "above zero"),
         (Facts(num_steps=0), "above zero"),
         (Facts(num_examples=-1), "above zero"),
-        (Facts(kind="wieghts", lr=0.1), "No kind"),  # type: ignore[arg-type]
+        (Facts(kind="wieghts", lr=0.1), "No kind"),
     ],
 )
 def test_a_missing_or_wrong_fact_is_asked_for(tmp_path: Path, model: nn.Module, facts: Facts, said: str) -> None:
@@ -201,7 +201,7 @@ def test_running_statistics_and_the_rule_of_the_steps_are_read_back(tmp_path: Pa
         after = before | {n: before[n] - 0.1 * g for n, g in sent.gradient.items()} | sent.buffers
         less = before if kind == "difference" else dict.fromkeys(before, torch.tensor(0))
         save_file({n: value - less[n] for n, value in after.items() if value.is_floating_point()}, path)
-        stated = Facts(kind, 0.1, 4, 4, 2, momentum=0.5, clip=2.0)  # type: ignore[arg-type]
+        stated = Facts(kind=kind, lr=0.1, num_steps=4, num_examples=4, batch_size=2, momentum=0.5, clip=2.0)
     found = read_update(path, model, stated, before if kind == "weights" else None)
     assert (found.rule, found.num_steps, found.batch_size) == (sent.rule, 4, 2)
     for name, value in sent.buffers.items():

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from gradveil.models import build_working
 from gradveil.pace import as_clock
 from gradveil.protection.defense import Defense
 from gradveil.protection.defense import build as build_defense
-from gradveil.ranges import ClassCount, Count, Decay, Positive, Seed, Weight, check
+from gradveil.ranges import ClassCount, Count, Positive, Seed, check
 from gradveil.seeds import Seeds
 from gradveil.threats.panel import attacks_of, oblivious, servers_of
 from gradveil.threats.probes import Probed, probe
@@ -46,7 +46,7 @@ STAND_INS = 4  # public clients that the control is made from, where the truth i
 
 
 @dataclass(frozen=True)
-class UpdateAuditConfig:
+class UpdateAuditConfig(Facts):
     """The settings of an audit of one saved update."""
 
     update: str  # the safetensors file
@@ -54,17 +54,7 @@ class UpdateAuditConfig:
     weights: str | None = None  # safetensors: what the server sent, where the model's own initial weights are not it
     before: str | None = None  # safetensors: the weights before training, where the file holds those after it
     truth: str | None = None  # safetensors: the inputs and labels behind the update
-    kind: str | None = None  # gradient, difference or weights; default: as the file says
-    lr: Positive | None = None
-    num_steps: Count | None = None
-    num_examples: Count | None = None
-    batch_size: Count | None = None
     loss: str | None = None  # that the client minimised; default: as the file says
-    optimizer: str | None = None  # this and the next four: of the local steps; None: as the file says, else plain SGD
-    momentum: Decay | None = None
-    weight_decay: Weight | None = None
-    proximal: Weight | None = None
-    clip: Weight | None = None
     defense: str = "none"  # what the client is said to have used
     attacks: tuple[str, ...] = ()  # none: those that suit the model (see ``default_panel``)
     dataset: str | None = None  # of the same kind: gives shapes, a prior, a gallery and the control
@@ -78,11 +68,6 @@ class UpdateAuditConfig:
 
     def __post_init__(self) -> None:
         check(self)
-
-    @property
-    def facts(self) -> Facts:
-        """What the tensors do not say themselves."""
-        return Facts(**{f.name: getattr(self, f.name) for f in fields(Facts)})
 
 
 @dataclass(frozen=True)
@@ -205,7 +190,7 @@ def build_case(config: UpdateAuditConfig) -> SavedUpdate:
     model = copy.deepcopy(build_working(config.model, shape, outputs, config.seed, kind, sure_of_classes=sure)).train()
     sent = config.weights or config.before
     before = load_weights(model, sent) if sent else None
-    update = read_update(config.update, model, config.facts, before if config.before else None)
+    update = read_update(config.update, model, config, before if config.before else None)
     if truth is not None and len(truth) != update.num_examples:
         raise UpdateError(
             f"The truth has {len(truth)} examples and the update was made from {update.num_examples}. Give --examples."

@@ -7,7 +7,7 @@
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -19,11 +19,11 @@ from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
 from gradveil.imports import is_import_path
 from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.ranges import Count, Decay, Positive, Weight
 from gradveil.step_rule import PLAIN, StepRule
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update, check_update
 
-Kind = Literal["gradient", "difference", "weights"]
 KINDS = ("gradient", "difference", "weights")
 NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights of a checkpoint
 SHOWN = 3  # tensors that an error names
@@ -33,20 +33,20 @@ _NO_PICKLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the tensors do not say themselves. ``None``: as the file's metadata has it, else the default."""
 
-    kind: Kind | None = None  # default: gradient
-    lr: float | None = None  # of the local steps
-    num_steps: int | None = None  # default: 1
-    num_examples: int | None = None  # default: 1
-    batch_size: int | None = None
+    kind: str | None = None  # gradient, difference or weights; default: gradient
+    lr: Positive | None = None  # of the local steps
+    num_steps: Count | None = None  # default: 1
+    num_examples: Count | None = None  # default: 1
+    batch_size: Count | None = None
     optimizer: str | None = None  # this and what follows: of the local steps; default: plain SGD
-    momentum: float | None = None
-    weight_decay: float | None = None
-    proximal: float | None = None
-    clip: float | None = None
+    momentum: Decay | None = None
+    weight_decay: Weight | None = None
+    proximal: Weight | None = None
+    clip: Weight | None = None
 
     @property
     def rule(self) -> StepRule:
@@ -120,9 +120,7 @@ def read_loss(path: str | Path) -> str:
     return loss
 
 
-def from_state_dicts(
-    model: nn.Module, before: Params, after: Params, lr: float, num_examples: int = 1, num_steps: int = 1
-) -> Update:
+def from_state_dicts(model: nn.Module, before: Params, after: Params, lr: float) -> Update:
     """Return the update between two state dicts (Flower's ``ArrayRecord.to_torch_state_dict()``), checked.
 
     Buffers, such as the running statistics of batch norm, are left out: they are not trained.
@@ -136,7 +134,7 @@ def from_state_dicts(
     for state in (old, new):
         check_update(Update(state), model)  # the same names, shapes, dtypes and finite values are asked of weights
     old, new = ({name: value.float() for name, value in state.items()} for state in (old, new))
-    update = Update.from_weights(old, new, lr, num_examples, num_steps)
+    update = Update.from_weights(old, new, lr, 1, 1)
     check_update(update, model)
     return update
 
@@ -225,19 +223,18 @@ def _gradient(path: Path, kind: str, tensors: Params, lr: float, before: Params 
 
 
 def _merge(path: Path, metadata: dict[str, str], facts: Facts) -> Facts:
-    kind = facts.kind or metadata.get("kind")
-    if kind is not None and kind not in KINDS:
-        raise UpdateError(f"{path}: no kind of update is called {kind!r}. Known: {', '.join(KINDS)}.")
-    read: dict[str, Any] = {"lr": float, "num_steps": int, "num_examples": int, "batch_size": int, "optimizer": str}
-    read |= dict.fromkeys(("momentum", "weight_decay", "proximal", "clip"), float)
-    stated: dict[str, Any] = {key: getattr(facts, key) for key in read}
-    for key, to in read.items():
-        if stated[key] is None and key in metadata:
-            try:
-                stated[key] = to(metadata[key])
-            except ValueError:
-                raise UpdateError(f"{path}: its metadata has {key}={metadata[key]!r}, which is no number.") from None
-    return Facts(kind=kind, **stated)  # type: ignore[arg-type]
+    """Return what is stated, and where it is not what the file says."""
+    stated: dict[str, Any] = {f.name: getattr(facts, f.name) for f in fields(Facts)}
+    whole, words = ("num_steps", "num_examples", "batch_size"), ("kind", "optimizer")
+    for key in [key for key, value in stated.items() if value is None and key in metadata]:
+        read: Any = int if key in whole else str if key in words else float
+        try:
+            stated[key] = read(metadata[key])
+        except ValueError:
+            raise UpdateError(f"{path}: its metadata has {key}={metadata[key]!r}, which is no number.") from None
+    if stated["kind"] not in (None, *KINDS):
+        raise UpdateError(f"{path}: no kind of update is called {stated['kind']!r}. Known: {', '.join(KINDS)}.")
+    return Facts(**stated)
 
 
 def fitting_loss(spec: str, num_classes: int, dataset: Dataset | None, truth: Batch | None) -> tuple[Loss, int]:

@@ -45,7 +45,7 @@ def command(given: Given) -> None:
     settings = given.make(InferenceSettings)
     case = build_case(given.without("update").make(UpdateAuditConfig, update=update[0]))
     sent_before = None if before is None else read_tensors(before)[0]
-    others = [read_update(path, case.model, case.config.facts, sent_before).to(case.device) for path in update[1:]]
+    others = [read_update(path, case.model, case.config, sent_before).to(case.device) for path in update[1:]]
     if case.loss.targets != "classes":
         raise AttackError(f"The loss {case.spec} is not one of classes, so there are none to infer.")
     seen = case.observation(case.update)
