@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from gradveil.attacks.base import LARGE, Attack, build
+from gradveil.attacks.base import LARGE, Attack
 from gradveil.attacks.base import build as build_attack
 from gradveil.attacks.newton import Newton
 from gradveil.countermeasures import TIERS, Countermeasure, Tier
@@ -47,7 +47,7 @@ def in_limited_time(attacks: tuple[str, ...], input_shape: tuple[int, ...]) -> t
     """Return the attacks for limited time: on large pictures the search of the cheapest steps before the others."""
     if len(input_shape) != 3 or prod(input_shape) <= Newton().dense_limit:
         return attacks
-    return tuple(sorted(attacks, key=lambda spec: build(spec).kind == "search" and not spec.startswith("gs")))
+    return tuple(sorted(attacks, key=lambda spec: build_attack(spec).kind == "search" and not spec.startswith("gs")))
 
 
 WEIGHTS = 100_000
@@ -108,13 +108,7 @@ def with_found(declared: Sequence[Countermeasure], probed: Probed) -> tuple[Coun
 
 MINUTES = 5.0  # for an audit of a large network, where none are given
 LEAST_MINUTES = 0.1
-DEFENSES = (
-    "none",
-    "representation:share=0.4",
-    "random_mask:share=0.4",
-    "pruning:share=0.8",
-    "gaussian:scale=0.1",
-)
+DEFENSES = ("none", "representation:share=0.4", "random_mask:share=0.4", "pruning:share=0.8", "gaussian:scale=0.1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +136,8 @@ class AuditConfig(Training):
     device: str = "cpu"  # cpu, cuda or auto
     seed: Seed = 0
 
-    FREE: ClassVar[frozenset[str]] = frozenset(
-        {"meter_seconds", "minutes", "device", "tiers", "trained"}
-    )  # on --resume
+    # may differ on --resume
+    FREE: ClassVar[frozenset[str]] = frozenset({"meter_seconds", "minutes", "device", "tiers", "trained"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -293,19 +286,17 @@ def build_setup(
     for name, defense in defenses.items():
         check_fits(name, defense, dataset)
         defenses[name] = accounted(defense).for_run(planned_run(seeds, clients, config, defense))
-        _try_defense(model, dataset, for_client(defenses[name], model, public.batch, config.loss), seeds, config.loss)
     if config.clients > len(clients):
-        raise DataError(
-            f"{config.clients} clients a round were asked for and {config.partition} makes {len(clients)}. "
-            "Ask for fewer."
-        )
-    if config.images > len(dataset.train):
-        raise DataError(
-            f"{config.images} {dataset.modality.many} were asked for and {dataset.name} has {len(dataset.train)} to "
-            "train on."
-        )
+        made = f"{config.partition} makes {len(clients)}"
+        raise DataError(f"{config.clients} clients a round were asked for and {made}. Ask for fewer.")
+    if config.images > (most := len(dataset.train)):
+        asked = f"{config.images} {dataset.modality.many} were asked for"
+        raise DataError(f"{asked} and {dataset.name} has {most} to train on.")
     truth = dataset.train.sample(config.images, seeds("images"))
-    return AuditSetup(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
+    scene = AuditSetup(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
+    for name in defenses:
+        _try_defense(scene, scene.acting(name, scene.model))
+    return scene
 
 
 def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> Defense:
@@ -315,15 +306,15 @@ def for_client(defense: Defense, model: nn.Module, public: Batch, loss: str) -> 
     return in_round(accounted(defense).single_client(), model, few, build_loss(loss))
 
 
-def _try_defense(model: nn.Module, dataset: Dataset, defense: Defense, seeds: Seeds, loss: str) -> None:
+def _try_defense(scene: AuditSetup, defense: Defense) -> None:
     """Run the defence once, and build the attacks it names: a missing layer is found before training."""
-    for server in defense.servers(model):
+    for server in defense.servers(scene.model):
         if server.attack is not None:
             build_attack(server.attack)
-    few = dataset.train.batch(slice(0, 2))
+    few, loss = scene.dataset.train.batch(slice(0, 2)).to(scene.device), build_loss(scene.config.loss)
     with Client(defense).running() as own:
         try:
-            step_gradient(copy.deepcopy(model), few, own, seeds("trial"), loss=build_loss(loss))
+            step_gradient(copy.deepcopy(scene.model), few, own, scene.seeds("trial"), loss=loss)
         except Exception as error:
             if from_defense(error) is error:
                 raise  # what a defence's own code raises is a line of the report
