@@ -7,27 +7,41 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.auditing.run_folder import CHANGED, CHECKPOINT, MODEL, ROUNDS, FolderError, Row, RunFolder
+from gradveil.data import load
+from gradveil.data.base import Dataset, Split
+from gradveil.data.partition import Indices, deal
 from gradveil.errors import MissingExtraError, SpecError
+from gradveil.federated.client import evaluate
+from gradveil.federated.engines import ENGINES, World
+from gradveil.federated.ledger import planned_run
+from gradveil.federated.server import SERVERS, Checkpoint, Faults
 from gradveil.federated.settings import Training
+from gradveil.federated.simulate import FederatedRun, Round, choose, public_records, simulate
 from gradveil.files import wrap_parse_errors
+from gradveil.modalities import IMAGE
+from gradveil.models import fit_to_public
+from gradveil.models.features import keep_features
+from gradveil.privacy.accountant import Account
+from gradveil.privacy.plan import PlannedRun
+from gradveil.privacy.rehearsal import CLIPS, RATES, HeadRun, Rehearsal, rehearse
+from gradveil.protection.defense import Defense, accounted, noise_row
+from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import Count, Positive, Seed
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from gradveil.data.base import Dataset, Split
-    from gradveil.data.partition import Indices
-    from gradveil.federated.server import Checkpoint
-    from gradveil.federated.simulate import Round
-    from gradveil.privacy.plan import PlannedRun
-    from gradveil.privacy.rehearsal import Rehearsal
-    from gradveil.protection.defense import Defense
-    from gradveil.seeds import Seeds
-    from gradveil.tree import Params
-    from gradveil.types import Batch
+from gradveil.registry import Spec, parse, split_specs
+from gradveil.seeds import Seeds
+from gradveil.threats.setup import find_device, fitting_model
+from gradveil.threats.trial import check_fits
+from gradveil.tree import Params
+from gradveil.types import Batch
 
 FIT = 2000  # public examples that fixed layers learn from, at most
 
@@ -64,9 +78,8 @@ class TrainConfig(Training):
         return self.FREE - {"rounds"} if self.schedule.startswith("cosine") else self.FREE
 
 
-def with_model(config: TrainConfig, dataset: "Dataset") -> TrainConfig:
+def with_model(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     """Return the settings with the model that suits the data set, where none is named."""
-    from gradveil.modalities import IMAGE
 
     suits = OF_IMAGES if dataset.modality == IMAGE else dataset.default_model
     return config if config.model else replace(config, model=suits)
@@ -84,16 +97,6 @@ def train(
 
     ``progress`` gets ``{"round": n}`` where the run begins, and then the row of each round.
     """
-    from gradveil.data import load
-    from gradveil.data.partition import deal
-    from gradveil.federated.engines import ENGINES, World
-    from gradveil.federated.server import Faults
-    from gradveil.federated.simulate import FederatedRun, choose, public_records, simulate
-    from gradveil.models import fit_to_public
-    from gradveil.protection.defense import build as build_defense
-    from gradveil.seeds import Seeds
-    from gradveil.threats.setup import find_device, fitting_model
-    from gradveil.threats.trial import check_fits
 
     faults = Faults.parse(config.faults) if config.faults else None
     defense_text, wanted = without_auto(config.defense)
@@ -138,7 +141,6 @@ def train(
 
 def without_auto(defense: str) -> tuple[str, frozenset[str]]:
     """Return a defence's spec without ``clip=auto`` and ``lr=auto``, and which of the two it asked for."""
-    from gradveil.registry import Spec, parse, split_specs
 
     wanted, parts = set(), []
     for part in map(parse, split_specs(defense)):
@@ -154,19 +156,16 @@ def without_auto(defense: str) -> tuple[str, frozenset[str]]:
 def rehearse_run(
     config: TrainConfig,
     wanted: frozenset[str],
-    model: "nn.Module",
-    dataset: "Dataset",
-    clients: "Sequence[Indices]",
-    public: "Indices",
-    seeds: "Seeds",
-) -> "tuple[TrainConfig, Rehearsal]":
+    model: nn.Module,
+    dataset: Dataset,
+    clients: Sequence[Indices],
+    public: Indices,
+    seeds: Seeds,
+) -> tuple[TrainConfig, Rehearsal]:
     """Return the settings with the rate and clip that a rehearsal on public records chose; no client is asked."""
-    from gradveil.federated.ledger import planned_run
-    from gradveil.federated.server import SERVERS
-    from gradveil.protection.defense import accounted, build
 
-    run = planned_run(seeds, clients, config, build(config.defense))
-    acting: Any = accounted(build(config.defense)).for_run(run)
+    run = planned_run(seeds, clients, config, build_defense(config.defense))
+    acting: Any = accounted(build_defense(config.defense)).for_run(run)
     if not hasattr(acting, "client_multiplier"):
         raise SpecError("clip=auto and lr=auto are for veil alone. Give numbers where defences are joined.")
     found = rehearse_head(
@@ -179,23 +178,18 @@ def rehearse_run(
 
 
 def rehearse_head(
-    model: "nn.Module",
-    public: "Batch",
+    model: nn.Module,
+    public: Batch,
     kinds: int,
-    run: "PlannedRun",
+    run: PlannedRun,
     multiplier: float,
     *,
     momentum: float = 0.0,
     seed: int = 0,
     rates: Sequence[float] = (),
     clips: Sequence[float] = (),
-) -> "Rehearsal":
+) -> Rehearsal:
     """Rehearse a run of a model whose trained part is one linear layer; ``multiplier``: of a client's noise."""
-    import torch
-    from torch import nn
-
-    from gradveil.models.features import keep_features
-    from gradveil.privacy.rehearsal import CLIPS, RATES, HeadRun, rehearse
 
     fixed, head = frozen_part(model)
     layers = list(head.children())
@@ -214,9 +208,8 @@ def rehearse_head(
     return rehearse(features, public.labels, kinds, alike, seed, rates or RATES, clips or CLIPS)
 
 
-def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
+def _standing(folder: RunFolder, config: TrainConfig) -> Checkpoint | None:
     """Return where the run stands, and drop the lines of rounds that are to be done again."""
-    from gradveil.federated.server import Checkpoint
 
     path = folder.path / CHECKPOINT
     if not path.exists():
@@ -237,11 +230,8 @@ def _standing(folder: RunFolder, config: TrainConfig) -> "Checkpoint | None":
     return checkpoint
 
 
-def frozen_part(model: "nn.Module") -> "tuple[nn.Sequential, nn.Module]":
+def frozen_part(model: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     """Return the first layers of a chain, up to the first that is trained, and the rest: the names stay."""
-    from torch import nn
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd
 
     first, rest = nn.Sequential(), nn.Sequential()
     if not isinstance(model, nn.Sequential):
@@ -254,21 +244,17 @@ def frozen_part(model: "nn.Module") -> "tuple[nn.Sequential, nn.Module]":
     return (first, rest) if heavy else (nn.Sequential(), model)
 
 
-def through(fixed: "nn.Sequential", dataset: "Dataset", used: "Sequence[Indices]") -> "Dataset":
+def through(fixed: nn.Sequential, dataset: Dataset, used: Sequence[Indices]) -> Dataset:
     """Return the data set as the fixed first layers put it out, so that they run once; ``used``: training records."""
-    import numpy as np
-    import torch
-
-    from gradveil.models.features import keep_features
 
     if not len(fixed):
         return dataset
     at = next(iter([*fixed.parameters(), *fixed.buffers()])).device
 
-    def passed(split: "Split", chosen: "Indices") -> "Split":
+    def passed(split: Split, chosen: Indices) -> Split:
         parts = np.array_split(chosen, max(1, len(chosen) // 200))
 
-        def run(some: "Tensor") -> "Tensor":
+        def run(some: Tensor) -> Tensor:
             keep_features(fixed, some)
             out: Tensor = fixed(some)
             return out.cpu()
@@ -284,17 +270,15 @@ def through(fixed: "nn.Sequential", dataset: "Dataset", used: "Sequence[Indices]
 
 
 def _drive(
-    rounds: "Iterable[Round]",
-    test: "Split",
+    rounds: Iterable[Round],
+    test: Split,
     folder: RunFolder,
     config: TrainConfig,
-    fixed: "Params",
-    defense: "Defense",
+    fixed: Params,
+    defense: Defense,
     class_names: Sequence[str],
 ) -> Iterator[Row]:
     """Measure, write and yield a row for each round; end early where the accuracy has not risen for long enough."""
-    from gradveil.federated.client import evaluate
-    from gradveil.protection.defense import accounted, noise_row
 
     best, since = _best(folder.rounds)
     patience = math.inf if config.early_stop is None else config.early_stop
@@ -374,10 +358,8 @@ def listed(counts: dict[str, int]) -> str:
 DELTA, GUESS = 1e-5, 0.01  # at which what was bought is shown
 
 
-def _bought(folder: RunFolder, defense: "Defense") -> dict[str, Any]:
+def _bought(folder: RunFolder, defense: Defense) -> dict[str, Any]:
     """Return what the client that took part most has bought and spent, where the defence promises something."""
-    from gradveil.privacy.accountant import Account
-    from gradveil.protection.defense import accounted
 
     spent = [row["spent"] for row in folder.rounds if "spent" in row]
     if not spent:
