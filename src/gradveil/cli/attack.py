@@ -6,10 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from gradveil.auditing.saved_update import UpdateAuditConfig
+from gradveil.attacks.base import build as build_attack
+from gradveil.auditing.saved_update import SavedUpdate, UpdateAuditConfig, build_case
+from gradveil.auditing.update_files import write_examples
 from gradveil.cli import shared
 from gradveil.cli.options import Given, Option, Output, takes
 from gradveil.errors import SpecError, did_you_mean
+from gradveil.protection.defense import build as build_defense
+from gradveil.report.pictures import write_pictures
+from gradveil.types import Batch, Observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +35,6 @@ class AttackOptions(Output):
 )
 def command(given: Given) -> None:
     """Reconstruct the inputs behind a saved update."""
-    from gradveil.attacks.base import build as build_attack
-    from gradveil.auditing.saved_update import build_case
-    from gradveil.auditing.update_files import write_examples
-    from gradveil.report.pictures import write_pictures
-    from gradveil.types import Batch
-
     attack, server, out = (given[name] or getattr(AttackOptions, name) for name in ("attack", "server", "out"))
     json = given["json"]
     case = build_case(replace(given.without("attack").make(UpdateAuditConfig), attacks=(attack,)))
@@ -59,10 +58,8 @@ def command(given: Given) -> None:
     shared.print_json(said) if json else typer.echo("\n".join(f"{key:10} {value}" for key, value in said.items()))
 
 
-def _view(case: Any, server: str) -> tuple[Any, str | None]:
+def _view(case: SavedUpdate, server: str) -> tuple[Observation, str | None]:
     """Return what the attack is given, and the attack that this server would choose, where it has one."""
-    from gradveil.protection.defense import build as build_defense
-
     seen = case.observation(case.update)
     if server == "oblivious":
         return seen, None

@@ -8,24 +8,24 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from gradveil import pace
-from gradveil.auditing.gate import GATED, FailOn, read_fail_on
-from gradveil.auditing.saved_update import UpdateAuditConfig
+from gradveil.auditing.audit import Audit, audit, default_folder
+from gradveil.auditing.gate import GATED, FailOn, left_out, read_fail_on, summary
+from gradveil.auditing.run_folder import ROWS, RunFolder, from_toml
+from gradveil.auditing.saved_update import UpdateAuditConfig, audit_update
 from gradveil.cli import shared, watchdog
 from gradveil.cli.options import NAMES, Columns, Given, Option, Output, takes
 from gradveil.errors import SpecError
 from gradveil.ranges import hints_of
+from gradveil.report.page import draw, write_report
+from gradveil.report.table import verdict_table
+from gradveil.threats.rows import best_floor
 from gradveil.threats.setup import AuditConfig
-
-if TYPE_CHECKING:
-    from gradveil.auditing.audit import Audit
-    from gradveil.auditing.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,6 @@ FIRST = "model dataset defense attack update weights minutes fail_on out resume 
 def command(given: Given) -> None:
     """Audit a federated run (default: digits, a small LeNet, four defences) or one saved update."""
     limit = pace.Limit(pace.seconds_of(given["minutes"]) - watchdog.spent())  # setting up counts, too
-    from gradveil.auditing.audit import default_folder
-
     gate = read_fail_on(given["fail_on"])
     out, quiet = given["out"] or default_folder(), given["json"] or given["quiet"]
     run = _federated(given) if given["update"] is None else _saved(given)
@@ -89,10 +87,8 @@ class _Pages:
     def __init__(self, display: shared.Display) -> None:
         self._display, self._next = display, -math.inf
 
-    def __call__(self, store: "RunFolder") -> None:
+    def __call__(self, store: RunFolder) -> None:
         """Draw it, unless that was done just now."""
-        from gradveil.report.page import draw
-
         if time.monotonic() < self._next:
             return
         page = draw(store)
@@ -101,11 +97,8 @@ class _Pages:
         self._next = time.monotonic() + self.EVERY
 
 
-def _run_to_report(run: "Callable[[], Audit]", out: Path) -> "Audit":
+def _run_to_report(run: Callable[[], Audit], out: Path) -> Audit:
     """Run an audit; one that is stopped leaves the report of what it has."""
-    from gradveil.auditing.run_folder import ROWS
-    from gradveil.report.page import write_report
-
     try:
         return run()
     except KeyboardInterrupt:
@@ -114,10 +107,7 @@ def _run_to_report(run: "Callable[[], Audit]", out: Path) -> "Audit":
         raise
 
 
-def _federated(given: Given) -> "Callable[..., Audit]":
-    from gradveil.auditing.audit import audit
-    from gradveil.auditing.run_folder import from_toml
-
+def _federated(given: Given) -> Callable[..., Audit]:
     _refuse(given, AuditConfig, UpdateAuditConfig, "--update")
     config, base = given["config"], AuditConfig()
     if config is not None:
@@ -135,9 +125,7 @@ def _federated(given: Given) -> "Callable[..., Audit]":
     return lambda **rest: audit(config=chosen, **rest)
 
 
-def _saved(given: Given) -> "Callable[..., Audit]":
-    from gradveil.auditing.saved_update import audit_update
-
+def _saved(given: Given) -> Callable[..., Audit]:
     _refuse(given, UpdateAuditConfig, AuditConfig, "a federated run")
     if not given["meter"]:
         raise SpecError("--no-meter belongs to a federated run. Leave it out, or give what it needs.")
@@ -158,12 +146,7 @@ def _refuse(given: Given, takes: type, other: type, needs: str) -> None:
             raise SpecError(f"--{name.replace('_', '-')} belongs to {needs}. Leave it out, or give what it needs.")
 
 
-def _show(found: "Audit", json: bool, fail_on: FailOn | None, tiers: Sequence[str]) -> None:
-    from gradveil.auditing.gate import left_out, summary
-    from gradveil.report.page import write_report
-    from gradveil.report.table import verdict_table
-    from gradveil.threats.rows import best_floor
-
+def _show(found: Audit, json: bool, fail_on: FailOn | None, tiers: Sequence[str]) -> None:
     page = write_report(found.folder)
     told = summary(found, page, fail_on, tiers)
     if json:

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from gradveil.auditing.certificates import in_words, of_run
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.auditing.train import TrainConfig, listed, train, turned_away, with_model
 from gradveil.cli import shared
 from gradveil.cli.options import Columns, Given, Option, Output, takes
 from gradveil.cli.shared import NATURAL
+from gradveil.data import load
 from gradveil.errors import SpecError
 from gradveil.protection.defense import build
 
@@ -78,15 +80,8 @@ def command(given: Given) -> None:
             display("training", row["round"], config.rounds, note)
 
         summary = train(config, out, resume=resume, tensorboard=given["tensorboard"], progress=advance)
-        summary |= _measured(config) if verify else {}
+        summary |= {"measured": of_run(config)} if verify else {}
     _show(summary, json)
-
-
-def _measured(config: TrainConfig) -> dict[str, Any]:
-    """Return what canary records say of the run's promise."""
-    from gradveil.auditing.certificates import of_run
-
-    return {"measured": of_run(config)}
 
 
 def _option(name: str) -> str:
@@ -111,8 +106,6 @@ def _show(summary: dict[str, Any], json: bool) -> None:
             f"{bought['blind_guess']:g} becomes at most {bought['guess']:.2g}. Simulated: the noise is the seed's."
         )
     if (found := summary.get("measured")) is not None:
-        from gradveil.auditing.certificates import in_words
-
         typer.echo(in_words(found))
     typer.echo(f"Run folder: {summary['folder']}")
 
@@ -126,7 +119,6 @@ def _train_on_flower(
     own: dict[str, Any],
 ) -> None:
     """Hand the run to Flower: simulated here, or submitted to a SuperLink."""
-    from gradveil.data import load
     from gradveil.integrations.flower.engine import check, simulate, submit
     from gradveil.integrations.flower.settings import FlowerSettings, strategy_for
 
