@@ -21,7 +21,6 @@ AUDIT = (
 COMMANDS = {
     "audit": AUDIT,
     "audit of an update": ("audit", *SAVED, "--truth", "truth.safetensors", "--attack", "newton"),
-    "attack": ("attack", *SAVED),
     "infer": ("infer", *SAVED, "--truth", "truth.safetensors"),
     "certify": ("certify", "--images", "1", "--kind", "local", "--defense", "representation:share=0.4"),
     "train": ("train", "--rounds", "1"),
@@ -87,7 +86,7 @@ def test_an_audit_on_a_gpu_finds_what_it_finds_on_the_cpu(
     assert code == 0, err  # where it is computed may change when a run is continued
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_a_gpu) for n in ("attack", "infer", "certify", "train")])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=on_a_gpu) for n in ("infer", "certify", "train")])
 def test_every_command_runs_on_a_gpu(command: Command, saved: Path, name: str) -> None:
     code, out, err = command(*COMMANDS[name], "--device", "cuda", "--json")
     assert code == 0, err

@@ -28,7 +28,7 @@ from gradveil.cli.main import COMMANDS, app, module_of, whole_command
 from gradveil.threats.setup import AuditConfig
 from schemas import FOLDER, described, schema_of
 
-DERIVED = {"audit", "attack", "train", "infer", "certify", "plan", "verify"}  # of the fields of settings
+DERIVED = {"audit", "train", "infer", "certify", "plan", "verify"}  # of the fields of settings
 SERVES = {"play"}  # shows a page until it is stopped: it has no result
 NAMES = [name for name in COMMANDS if name not in SERVES]
 LENET = "--model lenet:strides=2/1"
@@ -41,7 +41,6 @@ RUNS: dict[str, list[str]] = {
         f"{FILE} --truth truth.safetensors --attack analytic --defense gaussian:scale=0.1 --out other",
     ],
     "report": ["run", "run other"],
-    "attack": [f"{FILE} --attack analytic"],
     "train": ["--rounds 1 --clients 1 --model logistic --out trained"],
     "infer": [f"{FILE} --truth truth.safetensors"],
     "check-model": [f"sent.safetensors {LENET} --examples truth.safetensors"],
@@ -208,7 +207,7 @@ def test_the_list_is_plain_text_of_80_columns(colour: dict[str, str], monkeypatc
 @pytest.mark.parametrize(
     ("words", "wanted", "unwanted"),
     [
-        ("gradveil a", {"audit", "attack"}, "plan"),
+        ("gradveil c", {"certify", "check-model"}, "plan"),
         ("gradveil plan --ep", {"--epochs", "--epsilon"}, "--rounds"),
         ("gradveil report --", {"--json", "--help"}, "--model"),
     ],
@@ -230,7 +229,7 @@ def test_an_unknown_command_is_an_error() -> None:
     assert isinstance(click.Context(whole_command("list")).command, click.Command)
 
 
-@pytest.mark.parametrize("name", ["audit", "attack", "infer"])
+@pytest.mark.parametrize("name", ["audit", "infer"])
 def test_an_update_that_is_not_there_is_what_is_complained_of(command: Command, name: str) -> None:
     for more in ([], ["--dataset", "nothing"], ["--classes", "3"]):
         code, out, err = command(name, "--update", "nofile", *more)

@@ -139,8 +139,6 @@ def test_a_saved_update_carries_its_loss(run: Run, tmp_path: Path, dataset: str,
     assert code == 0, err
     assert json.loads(out)["lines"][0]["grade"] == "recovered"
     assert rows(tmp_path / "run", "attack")[0]["label"] == 1.0
-    said = run("attack", *files, *MLP, "--input-shape", "1x4x4", "--classes", str(data.outputs(loss)), "--json")
-    assert torch.tensor(json.loads(said[1])["labels"]).float().allclose(truth.labels.float(), atol=1e-3)
     code, _, err = run("infer", "--update", "update.safetensors", *MLP, "--truth", "truth.safetensors")
     assert (code, err) == (2, f"gradveil: The loss {loss} is not one of classes, so there are none to infer.\n")
 

@@ -103,7 +103,6 @@ def test_a_failing_model_is_one_line(run: Run, tmp_path: Path, model: str) -> No
     [
         ("audit", "--out", "run"),
         ("audit", "--update", "u.safetensors", "--out", "run"),
-        ("attack", "--update", "u.safetensors", "--out", "run"),
         ("infer", "--update", "u.safetensors"),
         ("certify",),
         ("train", "--engine", "flower", "--out", "run"),

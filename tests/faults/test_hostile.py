@@ -273,7 +273,7 @@ def test_what_a_file_says_does_not_reach_the_terminal_as_it_is(stage: Stage, idl
     gradient = {"1.weight": torch.zeros(5, 64), "1.bias": torch.zeros(5)}
     save_file(gradient, tmp_path / "update.safetensors", {"kind": "\x1b[2J" + 5000 * "9"})
     words = ("--update", "update.safetensors", "--model", "logistic", "--input-shape", "1x8x8", "--classes", "5")
-    found = refused(stage, idle, tmp_path, "attack", *words)
+    found = refused(stage, idle, tmp_path, "audit", *words)
     assert "\\x1b[2J999" in found.err
     assert len(found.err) < 2100
 
@@ -284,7 +284,7 @@ SETTINGS = {
     "gaussian:scale=inf": ("train", "--defense", "gaussian:scale=inf"),
     "gaussian:scale=nan": ("train", "--defense", "gaussian:scale=nan"),
     "dlg:steps=-1": ("audit", "--attack", "dlg:steps=-1"),
-    "an update whose path is a lone surrogate": ("attack", "--update", "\udcff.safetensors", "--classes", "10"),
+    "an update whose path is a lone surrogate": ("audit", "--update", "\udcff.safetensors", "--classes", "10"),
     "a run folder whose path is one": ("report", "\udcff"),
     "a config that is one": ("audit", "--config", "\udcff.toml"),
     "a pattern that fits nothing": ("reproduce", "meter", "--only", "nomatch*", "--out", "run"),

@@ -38,7 +38,6 @@ def state(weight: torch.Tensor, bias: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 WORDS = {
-    "attack": ("attack", "--update", "file.safetensors", *LOGISTIC),
     "infer": ("infer", "--update", "file.safetensors", *LOGISTIC),
     "audit": ("audit", "--update", "file.safetensors", *LOGISTIC, "--attack", "analytic", "--out", "run"),
     "check-model": ("check-model", "file.safetensors", *LOGISTIC),
@@ -96,7 +95,7 @@ def test_odd_folders(stage: Stage, idle: int, tmp_path: Path, count: Count) -> N
         ("report", "/"),
         ("report", "/proc/self"),
         ("audit", "--config", "x" * 300),
-        ("attack", "--update", "x" * 5000, "--classes", "3"),
+        ("audit", "--update", "x" * 5000, "--classes", "3"),
         ("plan", "--check", "x" * 300),
         ("plan", "--check", "/dev/zero"),
         ("check-model", "/dev/zero", *LOGISTIC),

@@ -96,10 +96,10 @@ def tensors(path: Path, number: int) -> None:
 def test_a_million_tensors_are_refused(stage: Stage, idle: int, tmp_path: Path, count: Count) -> None:  # noqa: F811
     tensors(tmp_path / "update.safetensors", 10**6)
     words = ("--update", "update.safetensors", *SMALL[:2], "--input-shape", "1x8x8")
-    found = refused(stage, idle, tmp_path, "attack", *words)
+    found = refused(stage, idle, tmp_path, "audit", *words)
     assert "a header of" in found.err
     tensors(tmp_path / "update.safetensors", 150_000)
-    assert "150,000 tensors" in refused(stage, idle, tmp_path, "attack", *words).err
+    assert "150,000 tensors" in refused(stage, idle, tmp_path, "audit", *words).err
     count("small files that stand for more")
 
 

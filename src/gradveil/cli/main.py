@@ -22,7 +22,6 @@ from gradveil.imports import OWN_CODE
 # command -> one line of help; the module of gradveil.cli, or of gradveil_studies.cli, that has it is called like it
 COMMANDS = {
     "audit": "Train, attack what the clients send, and say what an attacker gets.",
-    "attack": "Reconstruct the inputs behind one saved update.",
     "report": "Draw the report of a run again, or compare several runs.",
     "train": "Train with FedAvg, with any defence inside.",
     "check-model": "Check weights that a server sent before training at them.",

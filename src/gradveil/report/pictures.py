@@ -4,7 +4,6 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from PIL import Image
 
 from gradveil.auditing.run_folder import Row, RunFolder
 from gradveil.auditing.work import FILM
-from gradveil.files import write_atomically
 from gradveil.metrics import rate, short
 from gradveil.modalities import Cell, Modality
 from gradveil.report.plain import error_words, name_of
@@ -42,23 +40,6 @@ def picture(array: NDArray[Any]) -> str:
     buffer = io.BytesIO()
     _image(np.asarray(array, dtype=float)).save(buffer, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def write_pictures(path: Path, examples: NDArray[Any], smallest: int = 128) -> None:
-    """Write examples (N, *shape) in [0, 1] side by side as a PNG, enlarged to at least ``smallest`` pixels a side."""
-    tiles = [_image(np.asarray(x, dtype=float)) for x in examples]
-    width, height = tiles[0].size
-    times = max(1, -(-smallest // max(width, height)))
-    sheet = Image.new(
-        tiles[0].mode, (len(tiles) * (width * times + times), height * times), 255 if tiles[0].mode == "L" else "white"
-    )
-    for i, tile in enumerate(tiles):
-        sheet.paste(
-            tile.resize((width * times, height * times), Image.Resampling.NEAREST), (i * (width + 1) * times, 0)
-        )
-    buffer = io.BytesIO()
-    sheet.save(buffer, format="PNG")
-    write_atomically(path, buffer.getvalue())
 
 
 def _image(array: NDArray[Any]) -> Image.Image:
