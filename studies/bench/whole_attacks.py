@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import attacks
 from attacks import CLASSES, CLOCKS, HISTORY, SHAPE, Row, seconds, sequential
 from gradveil.attacks.dlg import DLG
-from gradveil.attacks.gauss_newton.equations import Prior
-from gradveil.attacks.gauss_newton.updates import update_rows
 from gradveil.attacks.newton import Newton
+from gradveil.attacks.search.equations import Prior
 from gradveil.attacks.search.matching import Matching, MatchingObjective, TotalVariation, Unknowns, cosine_distance
 from gradveil.attacks.search.minimise import LBFGS, Adam, Stepper
 from gradveil.attacks.search.restarts import full_precision
+from gradveil.attacks.search.update_equations import update_rows
 from gradveil.defenses.pruning import Pruning
 from gradveil.gradients.functional import Form
 from gradveil.models import build

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import build, peak_bytes
-from gradveil.attacks.gauss_newton.solver import Solver
+from gradveil.attacks.search.gauss_newton import Solver
 from gradveil.attacks.search.matching import MatchingObjective
 from gradveil.data.base import Split
 from gradveil.errors import AttackError

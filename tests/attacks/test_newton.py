@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.gauss_newton.equations import Prior, Smoothing, kink_scales
-from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver, State, conjugate_gradients
-from gradveil.attacks.gauss_newton.updates import STIFF, _read, delta_of, known_bias, update_rows
 from gradveil.attacks.newton import Newton
+from gradveil.attacks.search.equations import Prior, Smoothing, kink_scales
+from gradveil.attacks.search.gauss_newton import DenseStep, Descent, MatrixFree, Solver, State, conjugate_gradients
+from gradveil.attacks.search.update_equations import STIFF, _read, delta_of, known_bias, update_rows
 from gradveil.errors import AttackError
 from gradveil.types import Batch, GaussianPrior, Observation, Update
 
@@ -67,7 +67,7 @@ def test_relu_gives_the_image_away_once_its_kinks_are_smoothed(batch: Batch, mon
     found = Newton().reconstruct_many(seen, [seeded(i) for i in range(3)])
     smoothed = [error(f.inputs, batch.inputs[i : i + 1]) for i, f in enumerate(found)]
     assert max(smoothed) < 1e-3
-    monkeypatch.setattr("gradveil.attacks.gauss_newton.solver.WIDEST", 1e-6)
+    monkeypatch.setattr("gradveil.attacks.search.gauss_newton.WIDEST", 1e-6)
     kinked = Newton().reconstruct_many(seen, [seeded(i) for i in range(3)])
     stalled = [error(f.inputs, batch.inputs[i : i + 1]) for i, f in enumerate(kinked)]
     assert sum(stalled) > 10 * sum(smoothed)

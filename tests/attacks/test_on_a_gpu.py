@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import build as build_attack
-from gradveil.attacks.gauss_newton.equations import Prior
-from gradveil.attacks.gauss_newton.solver import MatrixFree
-from gradveil.attacks.gauss_newton.updates import update_rows
+from gradveil.attacks.search.equations import Prior
+from gradveil.attacks.search.gauss_newton import MatrixFree
 from gradveil.attacks.search.matching import (
     Matching,
     MatchingObjective,
@@ -19,6 +18,7 @@ from gradveil.attacks.search.matching import (
     squared_distance,
 )
 from gradveil.attacks.search.minimise import LBFGS, Adam, Optimiser, Stepper
+from gradveil.attacks.search.update_equations import update_rows
 from gradveil.gradients.functional import Form
 from gradveil.models import build
 from gradveil.types import Observation, Update

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import gradveil
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, StackedEquations, normal_equations, stack
-from gradveil.attacks.gauss_newton.updates import Guess, update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.rounds import SentRounds, pooled
+from gradveil.attacks.search.equations import Equations, Prior, StackedEquations, normal_equations, stack
+from gradveil.attacks.search.update_equations import Guess, update_rows
 from gradveil.errors import AttackError
 from gradveil.threats.meter import bayes_mse, equations, information
 from gradveil.tree import Params

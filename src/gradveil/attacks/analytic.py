@@ -25,10 +25,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Prior, input_equations, refuse_recurrent
-from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model, entry_weights
+from gradveil.attacks.search.equations import Prior, input_equations, refuse_recurrent
+from gradveil.attacks.search.gauss_newton import DenseStep, Descent, MatrixFree, Solver
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import Visit, copied_state, input_of, prefix, trace

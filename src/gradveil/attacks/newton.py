@@ -18,11 +18,11 @@ from gradveil.attacks.base import (
     peak_bytes,
     refuse_adaptive,
 )
-from gradveil.attacks.gauss_newton.equations import Prior, Rows, refuse_recurrent, stack
-from gradveil.attacks.gauss_newton.solver import WIDEST, BestStarts, DenseStep, Descent, MatrixFree, Solver
-from gradveil.attacks.gauss_newton.updates import Guess, free_of, known_bias, update_rows
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import pooled
+from gradveil.attacks.search.equations import Prior, Rows, refuse_recurrent, stack
+from gradveil.attacks.search.gauss_newton import WIDEST, BestStarts, DenseStep, Descent, MatrixFree, Solver
+from gradveil.attacks.search.update_equations import Guess, free_of, known_bias, update_rows
 from gradveil.ranges import Count, Positive, Whole
 from gradveil.types import Observation, Reconstruction
 

@@ -18,9 +18,9 @@ from torch import Generator, Tensor, nn
 
 from gradveil import pace
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, differentiating
-from gradveil.attacks.gauss_newton.equations import Equations, Prior
-from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.newton import Newton, ready
+from gradveil.attacks.search.equations import Equations, Prior
+from gradveil.attacks.search.gauss_newton import DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.sequences import directions, linear_calls, shown_inputs
 from gradveil.attacks.span import read_labels
 from gradveil.errors import AttackError

@@ -18,10 +18,10 @@ from torch import Generator, Tensor
 from gradveil import pace
 from gradveil.attacks.analytic import Mixture, behind, mixed
 from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
-from gradveil.attacks.gauss_newton.equations import Prior, input_equations, refuse_recurrent
-from gradveil.attacks.gauss_newton.solver import DenseStep, Descent, Solver
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
+from gradveil.attacks.search.equations import Prior, input_equations, refuse_recurrent
+from gradveil.attacks.search.gauss_newton import DenseStep, Descent, Solver
 from gradveil.attacks.tableak import refuse_all_but_tables
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet

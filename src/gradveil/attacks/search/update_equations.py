@@ -13,9 +13,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad
 
-from gradveil.attacks.gauss_newton.equations import Equations, Prior, Smoothing, Trial, kink_scales
 from gradveil.attacks.labels import label_signal, unreadable
 from gradveil.attacks.rounds import entry_weights
+from gradveil.attacks.search.equations import Equations, Prior, Smoothing, Trial, kink_scales
 from gradveil.gradients.functional import output_of, quiet, trial_update
 from gradveil.losses import CrossEntropy
 from gradveil.modules import trace

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import pace
-from gradveil.attacks.gauss_newton.equations import TOGETHER, Prior, Rows, normal_equations
+from gradveil.attacks.search.equations import TOGETHER, Prior, Rows, normal_equations
 
 LOOK = 10  # iterations between looks at whether all are done, on a GPU, where each makes the host wait
 

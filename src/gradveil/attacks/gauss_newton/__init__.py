@@ -1,1 +1,0 @@
-"""Machinery: images found as the solution of equations, by Gauss-Newton steps."""
