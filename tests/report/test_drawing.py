@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from gradveil.report.figures import linear_scale, log_scale, number
+from gradveil.report.page import linear_scale, log_scale, number
 from gradveil.report.pictures import picture
 
 

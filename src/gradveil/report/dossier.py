@@ -344,8 +344,8 @@ def _of_proofs(found: Inputs) -> list[Field]:
         for v in found.verified
     ]  # fmt: skip
     mu = _mu(found)
-    unit = TABLE["fields"]["proved"]["unit"] if any(p.holds for _, p in proofs) or found.plans else ""
-    noise = TABLE["fields"]["generator"]["noise"].format(", ".join(said)) if said else ""
+    unit = TABLE["texts"]["unit"] if any(p.holds for _, p in proofs) or found.plans else ""
+    noise = TABLE["texts"]["noise"].format(", ".join(said)) if said else ""
     return [
         _field("proved", held, unit),
         _field("conditions", [[text] for text in dict.fromkeys(conditions)]),

@@ -3,7 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -85,15 +85,6 @@ class Strip:
     spec: str = ""  # of the defence
 
 
-@dataclass(frozen=True)
-class RoundPictures:
-    """The strips of one round."""
-
-    title: str
-    shown: list[Strip]
-    rest: list[Strip] = field(default_factory=list)
-
-
 class Gallery:
     """The examples of a run: originals, guesses, and what attacks brought back."""
 
@@ -139,7 +130,7 @@ class Gallery:
         return Shot("", alt, cells=cells, truth=(self.kind.cells(true) if true is not None else None) or ())
 
 
-def pictures(gallery: Gallery, rows: Sequence[Row], found: Sequence[Line]) -> list[RoundPictures]:
+def pictures(gallery: Gallery, rows: Sequence[Row], found: Sequence[Line]) -> list[dict[str, Any]]:
     """Return the pictures by round: the strongest attack of each server on each defence first, the others apart."""
     attacked = read(rows, "attack")
     head = _originals(gallery, read(rows, "floor"))
@@ -152,8 +143,7 @@ def pictures(gallery: Gallery, rows: Sequence[Row], found: Sequence[Line]) -> li
         strips = {key: _strip(gallery, by_line[key], lines.get(key)) for key in ordered}
         shown = [strip for key, strip in strips.items() if key in first]
         rest = [strip for key, strip in strips.items() if key not in first]
-        title = f"The {round_} round" + (f" (round {number})" if number else "") if round_ != "update" else "The update"
-        result.append(RoundPictures(title, [*head, *shown], rest))
+        result.append({"round": round_, "number": number, "shown": [*head, *shown], "rest": rest})
     return result
 
 
@@ -212,17 +202,8 @@ def _surest(shots: Sequence[Shot], mine: Sequence[MeasuredExample]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class ColumnTable:
-    """The table: a line for each column of the data."""
-
-    round: str
-    heads: list[str]
-    rows: list[tuple[str, list[str]]]
-
-
-def column_table(store: RunFolder, found: Sequence[Line]) -> ColumnTable | None:
-    """Return the table of the first round looked at; nothing where examples have no columns, or no truth."""
+def column_table(store: RunFolder, found: Sequence[Line]) -> dict[str, Any] | None:
+    """Return a line for each column of the data, of the first round; nothing where there are none, or no truth."""
     kind, floor, truth = modality_of(store.rows), best_floor(store.rows), store.arrays(TRUTH)
     if not kind.heads or floor is None or "truth" not in truth or not found:
         return None
@@ -238,7 +219,7 @@ def column_table(store: RunFolder, found: Sequence[Line]) -> ColumnTable | None:
             arrays = [store.arrays(m.unit)["found"] for m in mine]
             shown[f"{defense} ({line.attack.partition(':')[0]})"] = _cells(kind, truth["truth"], mine, arrays)
     rows = [(name, [_said([row[c] for row in its]) for its in shown.values()]) for c, name in enumerate(kind.heads)]
-    return ColumnTable(found[0].round, list(shown), rows)
+    return {"round": found[0].round, "heads": list(shown), "rows": rows}
 
 
 def _cells(
@@ -256,33 +237,23 @@ def _said(cells: Sequence[Cell]) -> str:
     return f"{said} ±{short(sum(off) / len(off))}" if off else said
 
 
-@dataclass(frozen=True)
-class FilmStrip:
-    """One attack on one update."""
-
-    what: str
-    how: str
-    spec: str
-    frames: list[tuple[str, Shot]]  # the step, and where the attack stood after it
-
-
-def film_strips(gallery: Gallery, rows: Sequence[Row]) -> list[FilmStrip]:
-    """Return the films of a run."""
+def film_strips(gallery: Gallery, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the films of a run: where an attack on one update stood after some steps, and its answer."""
     kept = gallery.arrays(FILM)
-    mine = [row for row in rows if row["kind"] == "film" and row["steps"]]
-    return [_film(row, kept[str(place)], gallery) for place, row in enumerate(mine)]
-
-
-def _film(row: Row, frames: NDArray[Any], gallery: Gallery) -> FilmStrip:
-    server = {"oblivious": "oblivious server"}.get(row["tier"], f"server that knows ({row['server']})")
-    undefended = row["defense"] == "none"
-    labels = [f"step {step}" for step in row["steps"][:-1]] + ["answer"]
-    shots = [
-        Shot(picture(x), f"{label}: {gallery.kind.error_name} {short(error)}", f"{error:.1g}", example=row["example"])
-        for label, x, error in zip(labels, frames, row["errors"], strict=True)
-    ]
-    how = row["attack"] if undefended else f"{server}, {row['attack']}"
-    return FilmStrip(name_of(row["defense"]), how, row["defense"], list(zip(labels, shots, strict=True)))
+    strips = []
+    for place, row in enumerate(row for row in rows if row["kind"] == "film" and row["steps"]):
+        labels = [*(f"step {step}" for step in row["steps"][:-1]), "answer"]
+        alts = [
+            f"{label}: {gallery.kind.error_name} {short(e)}" for label, e in zip(labels, row["errors"], strict=True)
+        ]
+        shots = [
+            Shot(picture(x), alt, f"{error:.1g}", example=row["example"])
+            for x, alt, error in zip(kept[str(place)], alts, row["errors"], strict=True)
+        ]
+        server = "oblivious server" if row["tier"] == "oblivious" else f"server that knows ({row['server']})"
+        how = row["attack"] if row["defense"] == "none" else f"{server}, {row['attack']}"
+        strips.append({"spec": row["defense"], "how": how, "frames": list(zip(labels, shots, strict=True))})
+    return strips
 
 
 @dataclass(frozen=True)
