@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from gradveil.errors import LayerError, did_you_mean
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")  # state that no gradient step makes
+
+
+def is_trained(name: str, value: Tensor) -> bool:
+    """Return whether a tensor of a state dict is a weight, not a counter or a running statistic."""
+    return value.is_floating_point() and not any(fnmatch(name, pattern) for pattern in BUFFERS)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -38,8 +38,7 @@ from gradveil.federated.simulate import simulate
 from gradveil.models import build
 from gradveil.models.features import Frozen, keep_features
 from gradveil.models.scatter import Basis
-from gradveil.privacy.plan import z_run_of
-from gradveil.privacy.rehearsal import HeadRun, rehearse
+from gradveil.privacy.plan import HeadRun, rehearse, z_run_of
 from gradveil.seeds import Seeds
 from gradveil_studies.leaderboard.training import Averaged
 

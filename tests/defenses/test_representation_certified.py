@@ -14,7 +14,7 @@ from gradveil.defenses.representation import RepresentationCertified
 from gradveil.errors import DefenseError, SpecError
 from gradveil.federated.client import step_gradient
 from gradveil.federated.simulate import Training, simulate
-from gradveil.federated.stacked import why_no_masks
+from gradveil.federated.vectorised import why_no_masks
 from gradveil.models import build as build_model
 from gradveil.modules import representation
 from gradveil.protection.defense import build

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from faults.clip_search import Case, Draw, numbers, watched
 from gradveil.defenses.veil import Veil
 from gradveil.errors import GradveilError
-from gradveil.federated.stacked import output_shapes, records_together
 from gradveil.losses import CROSS_ENTROPY
 from gradveil.models import build
 from gradveil.protection import capture as ways
-from gradveil.protection.capture import records_of
+from gradveil.protection.capture import output_shapes, records_of, records_together
 from gradveil.protection.protect import protect
 from gradveil.protection.records import Records
 from gradveil.tree import parameters

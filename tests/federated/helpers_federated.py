@@ -1,7 +1,7 @@
 """A small world: synthetic images, ragged clients."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from gradveil.countermeasures import plain
 from gradveil.data import Dataset
 from gradveil.data.base import from_arrays
+from gradveil.federated.client import Sent
+from gradveil.federated.engines import Pool, Sequential, World
 from gradveil.protection.defense import Defense, PerRound
 from gradveil.tree import Params
 from gradveil.types import Batch
@@ -50,6 +52,31 @@ class Absent(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         os._exit(3)
+
+
+def spoil(pool: Pool, nan: float = 0.0, shape: float = 0.0) -> Pool:
+    """Return a pool whose clients' updates hold NaN, or have another shape, with these chances."""
+    rng, honest = np.random.default_rng(0), pool.train
+
+    def one(sent: Sent, draw: float) -> Sent:
+        name, value = next(iter(sent.update.gradient.items()))
+        worse = torch.full_like(value, float("nan")) if draw < nan else value.flatten()[1:]
+        gradient = dict(sent.update.gradient) | {name: worse}
+        return replace(sent, update=replace(sent.update, gradient=gradient)) if draw < nan + shape else sent
+
+    pool.train = lambda *job: [one(sent, rng.random()) for sent in honest(*job)]  # type: ignore[method-assign]
+    return pool
+
+
+@dataclass(frozen=True)
+class Spoiled(Sequential):
+    """One client after the other; some of their updates arrive spoiled."""
+
+    nan: float = 0.0
+    shape: float = 0.0
+
+    def start(self, world: World) -> Pool:
+        return spoil(super().start(world), self.nan, self.shape)
 
 
 @dataclass(frozen=True)

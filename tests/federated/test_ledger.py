@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.federated.helpers_federated import ragged_clients, tiny_dataset, tiny_model
+from tests.federated.helpers_federated import Spoiled, ragged_clients, tiny_dataset, tiny_model
 
 from gradveil.errors import BudgetError, GradveilError
-from gradveil.federated.server import Checkpoint, Faults
+from gradveil.federated.server import Checkpoint
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import Round, simulate
 from gradveil.privacy.accountant import Account
@@ -94,8 +94,8 @@ def test_a_sum_with_too_little_noise_is_not_released_and_counted() -> None:
     start, training = tiny_model(), replace(TRAINING, rounds=8, clients=6)
     before = torch.cat([p.detach().flatten() for p in start.parameters()])
     withheld = 0
-    for done in run("veil:z=2,tier=aggregate,lost=0.2", training, faults=Faults(drop=0.25)):
-        arrived = 6 - done.rejected.get("dropped", 0)
+    for done in run("veil:z=2,tier=aggregate,lost=0.2", training, engine=Spoiled(nan=0.25)):
+        arrived = 6 - done.rejected.get("not finite", 0)
         if arrived < 5:  # 6 x 0.8, rounded up
             assert done.rejected["too little noise"] == arrived
             assert done.accepted == 0
@@ -104,7 +104,7 @@ def test_a_sum_with_too_little_noise_is_not_released_and_counted() -> None:
             assert done.accepted == arrived
             assert "too little noise" not in done.rejected
     assert 0 < withheld < 8
-    refused = run("veil:z=2,tier=aggregate", replace(training, rounds=1), faults=Faults(drop=0.5))[-1]
+    refused = run("veil:z=2,tier=aggregate", replace(training, rounds=1), engine=Spoiled(nan=0.5))[-1]
     assert torch.equal(weights(refused), before)
     assert max(account.mu for account in refused.accounts) == pytest.approx(1 / 2)  # those who sent have paid
 

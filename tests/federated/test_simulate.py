@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from federated.helpers_federated import StopsWhereItBegan, ragged_clients, tiny_dataset, tiny_model
+from federated.helpers_federated import Spoiled, StopsWhereItBegan, ragged_clients, tiny_dataset, tiny_model
 from gradveil.defenses.compose import Compose
 from gradveil.errors import DataError, GradveilError, SpecError
 from gradveil.federated.client import evaluate, local_update
 from gradveil.federated.engines import ENGINES
-from gradveil.federated.ledger import sample_clients
-from gradveil.federated.server import Checkpoint, Faults
+from gradveil.federated.server import Checkpoint, sample_clients
 from gradveil.federated.settings import SCHEDULES
 from gradveil.federated.simulate import Training, client_seed, simulate
 from gradveil.models import build as build_model
@@ -206,15 +205,17 @@ def test_a_watched_client_shows_its_examples_and_the_update_it_sent() -> None:
 
 
 def test_faulty_clients_are_counted_and_do_not_spoil_the_model() -> None:
-    faults = Faults(drop=0.2, nan=0.2, shape=0.2)
     training = Training(**{**vars(TRAINING), "rounds": 12, "clients": 5})
-    rounds = list(simulate(tiny_model(), tiny_dataset(), ragged_clients(), training, "none", 7, faults=faults))
+    rounds = list(
+        simulate(
+            tiny_model(), tiny_dataset(), ragged_clients(), training, "none", 7, engine=Spoiled(nan=0.3, shape=0.3)
+        )
+    )
     assert all(done.accepted + sum(done.rejected.values()) == 5 for done in rounds)
-    assert set().union(*(done.rejected for done in rounds)) == {"dropped", "not finite", "malformed"}
+    assert set().union(*(done.rejected for done in rounds)) == {"not finite", "malformed"}
     assert all(bool(torch.isfinite(p).all()) for p in rounds[-1].model.parameters())
-    everyone = Faults(nan=1.0)
     start = tiny_model()
-    stuck = list(simulate(start, tiny_dataset(), ragged_clients(), TRAINING, "none", 7, faults=everyone))
+    stuck = list(simulate(start, tiny_dataset(), ragged_clients(), TRAINING, "none", 7, engine=Spoiled(nan=1.0)))
     assert all(done.accepted == 0 for done in stuck)
     assert distance(dict(stuck[-1].model.state_dict()), dict(start.state_dict())) == 0
 

@@ -1,4 +1,4 @@
-"""``gradveil train`` end to end: the folder it leaves, resume, early stop, faults and refusals."""
+"""``gradveil train`` end to end: the folder it leaves, resume, early stop, spoiled updates and refusals."""
 
 import errno
 import json
@@ -18,10 +18,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from federated.helpers_federated import spoil
 from gradveil.auditing.run_folder import MODEL, ROUNDS, RunFolder
 from gradveil.auditing.train import TrainConfig, train
 from gradveil.cli.train import command
 from gradveil.errors import BudgetError, GradveilError
+from gradveil.federated.engines import Sequential
 from gradveil.federated.server import Checkpoint
 from gradveil.federated.simulate import choose
 
@@ -108,9 +110,11 @@ def test_a_run_without_progress_stops_early(tmp_path: Path) -> None:
     assert rare["accuracy"] is not None
 
 
-def test_faulty_clients_are_counted_in_the_summary(tmp_path: Path) -> None:
-    summary = run(tmp_path / "run", rounds=10, faults="drop=0.3,nan=0.3")
-    assert set(summary["rejected"]) == {"dropped", "not finite"}
+def test_spoiled_updates_are_counted_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Sequential.start
+    monkeypatch.setattr(Sequential, "start", lambda self, world: spoil(honest(self, world), nan=0.3, shape=0.3))
+    summary = run(tmp_path / "run", rounds=10)
+    assert set(summary["rejected"]) == {"malformed", "not finite"}
     rows = RunFolder(tmp_path / "run").rounds
     assert sum(row["accepted"] for row in rows) + sum(summary["rejected"].values()) == 20
 
@@ -149,14 +153,16 @@ def test_a_run_that_cannot_begin_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_prints_json_or_a_line(tmp_path: Path) -> None:
+def test_the_command_prints_json_or_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--model", "logistic", "--clients", "2", "--rounds", "2", "--batch-size", "0"]
     found = CliRunner().invoke(app(), [*options, "--out", str(tmp_path / "a"), "--json"])
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["rounds"] == 2
-    plain = CliRunner().invoke(app(), [*options, "--out", str(tmp_path / "b"), "--faults", "late=0.5"])
+    honest = Sequential.start
+    monkeypatch.setattr(Sequential, "start", lambda self, world: spoil(honest(self, world), nan=0.5))
+    plain = CliRunner().invoke(app(), [*options, "--out", str(tmp_path / "b")])
     assert "after 2 rounds" in plain.stdout
-    assert "late" in plain.stdout
+    assert "not finite" in plain.stdout
 
 
 @pytest.mark.parametrize(
@@ -167,8 +173,7 @@ def test_the_command_prints_json_or_a_line(tmp_path: Path) -> None:
         (["--superlink", "localhost:1"], "--engine flower"),
         (["--device", "cuda"], "no CUDA device"),
         (["--defense", "nonesuch"], "No defense is called"),
-        (["--faults", "fire=1"], "No fault is called"),
-        (["--engine", "flower", "--faults", "drop=0.1"], "not available"),
+        (["--engine", "flower", "--early-stop", "3"], "not available"),
         (["--clients", "99"], "99 clients a round"),
     ],
 )

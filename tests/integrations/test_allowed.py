@@ -91,7 +91,7 @@ def test_the_site_stands_above_the_run_and_alone_names_folders() -> None:
         taken(run, {})
 
 
-@pytest.mark.parametrize("key", ["trains", "strategy", "audit", "out", "seed", "optimizer", "x"])
+@pytest.mark.parametrize("key", ["trains", "strategy", "out", "seed", "optimizer", "x"])
 @pytest.mark.parametrize("text", ["a" * 10**6, "\x1b[2J"])
 def test_any_text_of_a_run_is_short_and_can_be_printed(key: str, text: str) -> None:
     with pytest.raises(RunRefused, match=f"the run's '{key}' has"):

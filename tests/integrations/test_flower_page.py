@@ -91,7 +91,7 @@ def test_the_page_runs_in_simulation_and_gives_the_model_of_the_process(tmp_path
         if (match["mark"] or "").startswith("file: "):
             (tmp_path / match["mark"].removeprefix("file: ")).write_text(match["code"], encoding="utf-8")
     script = "".join(code for code in blocks(None) if not code.startswith("pip install"))
-    assert (script.count("gradveil train"), script.count("python ")) == (2, 2)
+    assert (script.count("gradveil train"), script.count("python ")) == (2, 1)
     (tmp_path / "page.sh").write_text(f"{script}python poison.py\n")
     (tmp_path / "poison.py").write_text(POISON)
     (tmp_path / "in_one_process.py").write_text(IN_ONE_PROCESS)

@@ -15,9 +15,9 @@ from torch import nn
 from gradveil.errors import BudgetError
 from gradveil.federated.client import step_gradient
 from gradveil.integrations.flower.mods import guard_mod
-from gradveil.integrations.local_training import defended
 from gradveil.privacy.plan import PlannedRun
 from gradveil.protection.defense import build
+from gradveil.protection.protect import CallbackGuard
 from gradveil.types import Batch
 from integrations.flower_parts import LR, SIMULATED, context, linear_model, message, reply, train_plainly, weights
 
@@ -74,13 +74,16 @@ def test_a_node_pays_for_every_round_and_stops_when_its_budget_is_spent(batch: B
     assert "of client 3, not of 4" in app(message(linear_model()), other).error.reason
 
 
-def test_a_training_function_pays_over_its_calls(batch: Batch) -> None:
+def test_a_callback_pays_over_its_trainings(batch: Batch) -> None:
     run = PlannedRun(len(batch), None, epochs=1, rounds=9, participations=2, cohort=3)
-    train = defended("veil:promise=identification,clip=1", run=run)(train_plainly)
-    model = linear_model()
-    train(model, batch)
-    train(model, batch)
+    guard, model = CallbackGuard("veil:promise=identification,clip=1", run=run), linear_model()
+    for _ in range(2):
+        guard.start(model)
+        train_plainly(model, batch)
+        guard.stop()
     before = copy.deepcopy(model.state_dict())
+    guard.start(model)
     with pytest.raises(BudgetError):
-        train(model, batch)
+        train_plainly(model, batch)
+    guard.abandon()
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())

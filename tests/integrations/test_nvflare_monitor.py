@@ -55,7 +55,8 @@ def sent_by(own: LeakFilter, data: dict[str, np.ndarray], kind: str = DataKind.W
 
 
 def leak_filter(examples: str, **settings: Any) -> LeakFilter:
-    return LeakFilter(f"{PARTS}:make_model", f"{PARTS}:{examples}", "analytic", lr=LR, seed=0, **settings)
+    own = {"model": f"{PARTS}:make_model", "examples": f"{PARTS}:{examples}", "attack": "analytic"}
+    return LeakFilter(**own, lr=LR, seed=0, **settings)
 
 
 @pytest.mark.parametrize("kind", [DataKind.WEIGHT_DIFF, DataKind.WEIGHTS])
@@ -85,7 +86,7 @@ def test_what_cannot_be_checked_does_not_leave() -> None:
     with pytest.raises(ContentBlockedException, match="needs the weights that came"):
         own.process(DXO(DataKind.WEIGHT_DIFF, gradient(one_example)).to_shareable(), at(FilterKey.OUT))
     with pytest.raises(ContentBlockedException, match="has no 'missing'"):
-        sent_by(LeakFilter(f"{PARTS}:make_model", f"{PARTS}:missing"), gradient(one_example))
+        sent_by(LeakFilter(model=f"{PARTS}:make_model", examples=f"{PARTS}:missing"), gradient(one_example))
     with pytest.raises(ContentBlockedException, match="Leave LeakFilter out"):
         sent_by(own, gradient(one_example), spent=0.25)
 

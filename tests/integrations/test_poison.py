@@ -203,7 +203,7 @@ def test_the_round_is_said_in_one_line(model: nn.Module, caplog: pytest.LogCaptu
     assert said == ["Round 1: 2 of 4 replies refused: 1 too many examples, 1 too far."]
 
 
-ROBUST = ["fedmedian", "fedtrimmedavg:beta=0.2", "krum:num_malicious_nodes=1", "fedclippedavg"]
+ROBUST = ["fedmedian", "fedtrimmedavg:beta=0.2", "krum:num_malicious_nodes=1"]
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", *ROBUST, "multikrum:num_malicious_nodes=1,num_nodes_to_select=3"])
@@ -213,8 +213,7 @@ def test_a_robust_rule_stands_one_that_is_within_the_bounds(strategy: str, model
     result = build_strategy(strategy, 7).start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=1)
     assert grid.counts[0]["kept"] == 7
     step = float((result.arrays.to_torch_state_dict()["5.bias"] - model.state_dict()["5.bias"]).mean())
-    expected = {"fedavg": -3 / 7, "fedclippedavg": 5 / 7}.get(strategy, 1.0)
-    assert step == pytest.approx(expected, abs=1e-5)
+    assert step == pytest.approx(-3 / 7 if strategy == "fedavg" else 1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +222,6 @@ def test_a_robust_rule_stands_one_that_is_within_the_bounds(strategy: str, model
         ("fedtrimmedavg", 4, "leaves out nobody of 4 clients. Give beta=0.25"),
         ("fedtrimmedavg:beta=0.7", 4, "beta"),
         ("bulyan:num_malicious_nodes=1", 6, "bulyan needs 7 clients"),
-        ("fedclippedavg:times=0", 4, "above 0"),
-        ("fedclippedavg:times=nan", 4, "times"),
     ],
 )
 def test_a_rule_that_would_do_nothing_is_refused(spec: str, clients: int, said: str) -> None:

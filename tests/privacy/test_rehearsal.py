@@ -15,7 +15,7 @@ from gradveil.data.partition import deal
 from gradveil.errors import CertificateError, SpecError
 from gradveil.federated.simulate import public_records
 from gradveil.models import build, fit_to_public
-from gradveil.privacy.rehearsal import HeadRun, rehearse
+from gradveil.privacy.plan import HeadRun, rehearse
 from gradveil.seeds import Seeds
 
 DIMS, KINDS = 40, 5

@@ -20,7 +20,7 @@ SPEC, ROUNDS, LR = "veil:z=1,clip=1", 2, 0.1
 @pytest.mark.parametrize("kind", ["LeNet", "MLP on a table"])
 def test_nodes_of_flower_are_measured(kind: str) -> None:
     pytest.importorskip("flwr")
-    from gradveil.integrations.flower.verify import OnFlower
+    from verification.on_flower import OnFlower
 
     model, like = kinds.build(kind)
     found = verify(OnFlower(gradveil.defense(SPEC), rounds=ROUNDS), model, like.inputs, like.labels, trials=32, seed=0)
@@ -32,7 +32,7 @@ def test_nodes_of_flower_are_measured(kind: str) -> None:
 def test_a_node_of_flower_whose_noise_is_halved_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
     from gradveil.defenses.veil import Veil
-    from gradveil.integrations.flower.verify import OnFlower
+    from verification.on_flower import OnFlower
 
     monkeypatch.setattr(Veil, "client_multiplier", property(lambda self: self.multiplier / 2))
     model, like = kinds.build("MLP")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.stats import nct
 
-from gradveil.verification.estimate import Guessed, fit, from_outputs, grain, guess, interval, reused, seed_of
+from gradveil.verification.verify import Guessed, fit, from_outputs, grain, guess, interval, reused, seed_of
 
 
 def drawn(rng: np.random.Generator, trials: int, count: int, mu: float, *, base: float = 0.0) -> tuple[np.ndarray, ...]:

@@ -15,7 +15,7 @@ from gradveil.countermeasures import Countermeasure
 from gradveil.data import load
 from gradveil.data.partition import deal
 from gradveil.errors import CertificateError, GradveilError
-from gradveil.federated.ledger import planned_run
+from gradveil.federated.server import planned_run
 from gradveil.federated.settings import Local
 from gradveil.federated.simulate import public_records
 from gradveil.models import fit_to_public

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradveil.auditing.run_folder import Row
 from gradveil.errors import GradveilError
-from gradveil.federated.ledger import planned_run
+from gradveil.federated.server import planned_run
 from gradveil.federated.settings import ALL, HEAD, only_trained
 from gradveil.privacy.plan import TWO_POINTS, Plan, PlannedRun, Tier, z_run_of
 from gradveil.protection.defense import build

@@ -22,8 +22,7 @@ from gradveil.data.partition import Indices, deal
 from gradveil.errors import MissingExtraError, SpecError
 from gradveil.federated.client import evaluate
 from gradveil.federated.engines import ENGINES, World
-from gradveil.federated.ledger import planned_run
-from gradveil.federated.server import SERVERS, Checkpoint, Faults
+from gradveil.federated.server import SERVERS, Checkpoint, planned_run
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import FederatedRun, Round, choose, public_records, simulate
 from gradveil.files import wrap_parse_errors
@@ -31,8 +30,7 @@ from gradveil.modalities import IMAGE
 from gradveil.models import fit_to_public
 from gradveil.models.features import keep_features
 from gradveil.privacy.accountant import Account
-from gradveil.privacy.plan import PlannedRun
-from gradveil.privacy.rehearsal import CLIPS, RATES, HeadRun, Rehearsal, rehearse
+from gradveil.privacy.plan import CLIPS, RATES, HeadRun, PlannedRun, Rehearsal, rehearse
 from gradveil.protection.defense import Defense, accounted, noise_row
 from gradveil.protection.defense import build as build_defense
 from gradveil.ranges import Count, Positive, Seed
@@ -61,7 +59,6 @@ class TrainConfig(Training):
     rounds: Count = 20
     batch_size: Count | None = 8
     lr: Positive = 0.2
-    faults: str = ""
     engine: str = "auto"
     device: str = "auto"
     early_stop: Count | None = None
@@ -98,7 +95,6 @@ def train(
     ``progress`` gets ``{"round": n}`` where the run begins, and then the row of each round.
     """
 
-    faults = Faults.parse(config.faults) if config.faults else None
     defense_text, wanted = without_auto(config.defense)
     config = replace(config, defense=defense_text)
     defense = build_defense(config.defense)
@@ -130,7 +126,7 @@ def train(
         engine = config.engine
         if engine == "auto":
             engine = choose(World(model, dataset.train, defense, config), (config.rounds - first) * config.clients)
-        rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, faults=faults, resume=start)
+        rounds = simulate(model, dataset, clients, config, defense, seeds, engine=engine, resume=start)
         watch = board(out) if tensorboard else lambda row: None
         for row in _drive(rounds, dataset.test, folder, config, dict(fixed.state_dict()), defense, dataset.class_names):
             watch(row)

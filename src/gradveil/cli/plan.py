@@ -218,7 +218,7 @@ def _check(asked: PlanOptions, json: bool) -> None:
 
     delta, guess = asked.delta, asked.guess
     assert asked.check is not None
-    found = check(asked.check, Told(asked.rounds, asked.participations, asked.parameters, delta))
+    found = check(asked.check, Told(asked.rounds, asked.participations, delta))
     if json:
         shared.print_json({"file": str(asked.check), "mechanisms": [_bought(one, delta, guess) for one in found]})
         return
@@ -230,7 +230,7 @@ def _bought(one: "Bought", delta: float, guess: float) -> dict[str, Any]:
     return {
         "what": one.what, "level": one.level, "against": one.against, "sigma": one.sigma, "mu_round": one.mu,
         "rho_round": None if one.mu is None else one.mu**2 / 2, "releases": one.releases, "whole_run": whole,
-        "epsilon_round": one.epsilon_round, "epsilon": one.epsilon, "notes": list(one.notes), **one.details,
+        "epsilon": one.epsilon, "notes": list(one.notes), **one.details,
     }  # fmt: skip
 
 
@@ -246,8 +246,7 @@ def _bought_words(one: "Bought", delta: float, guess: float) -> str:
         lines.append(f"noise        σ = {one.sigma:.3g}")
     over = f"{one.releases or 1} round{'s' * ((one.releases or 1) > 1)}"
     if one.epsilon is not None:
-        how = "secret Poisson batches" if one.epsilon_round is None else f"{one.epsilon_round:,.3g} in each"
-        lines.append(f"{over:12} ε = {one.epsilon:,.3g}" + (f" at δ = {delta:g}" if whole else "") + f" ({how})")
+        lines.append(f"{over:12} ε = {one.epsilon:,.3g} at δ = {delta:g} (secret Poisson batches)")
         over = "no sampling"
     if whole is not None and one.mu is not None:
         lines += [
@@ -257,8 +256,6 @@ def _bought_words(one: "Bought", delta: float, guess: float) -> str:
             f"guessing     {guess:g} becomes at most {whole.guess(guess):.2g}",
             f"in short     {'without the gain from sampling, ' if one.epsilon else ''}{_short(whole.z_run)}",
         ]
-    elif one.epsilon_round is not None:
-        lines.append(f"in short     {'it promises next to nothing.' if one.epsilon_round > 100 else 'pure ε-DP.'}")
     return "\n".join([*lines, "", *(f"! {note}" for note in one.notes)])
 
 

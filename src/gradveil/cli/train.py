@@ -126,7 +126,7 @@ def _train_on_flower(
         raise SpecError(
             "--root-certificates is of a SuperLink. Give its address, --superlink HOST:PORT, or leave it out."
         )
-    for name in ("faults", "sampling", "weighting", "early_stop"):
+    for name in ("sampling", "weighting", "early_stop"):
         if getattr(config, name) != getattr(_DEFAULT, name):
             raise SpecError(f"{_option(name)} is not available with --engine flower. Leave it out.")
     config = with_model(config, load(config.dataset, config.data))

@@ -31,7 +31,7 @@ class VerifyOptions(Output):
     defense: Annotated[str, Option("A defence that promises something of a record.")] = DEFENSE
     engine: Annotated[
         str,
-        Option("protect: a training loop; sequential, processes, vectorised, flower: rounds of an engine.", "The run"),
+        Option("protect: a training loop; sequential, processes, vectorised: rounds of an engine.", "The run"),
     ] = "protect"
     rounds: Annotated[Count, Option("Releases of each trial.", "The run")] = 2
     lr: Annotated[float, Range(1e-9), Option(panel="The run")] = 0.1
@@ -129,11 +129,6 @@ def _own(path: str, clip: float) -> "Pipeline":
 
 
 def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline":
-    if engine.partition(":")[0] == "flower":
-        from gradveil.integrations.flower.verify import OnFlower
-        from gradveil.protection.defense import build
-
-        return OnFlower(build(defense), **settings)
     from gradveil.verification.pipelines import of_spec
 
     return of_spec(defense, engine, **settings)

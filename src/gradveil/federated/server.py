@@ -1,99 +1,217 @@
-"""The server's part of a round: turn away bad updates, average the rest, move the global weights, keep a checkpoint."""
+"""The server's part of a run: draw clients and charge them, average updates, move the weights, keep a checkpoint."""
 
 import json
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from gradveil.errors import DataError, SpecError
+from gradveil.data.partition import Indices
+from gradveil.errors import BudgetError, DataError, DefenseError
 from gradveil.federated.client import Sent
-from gradveil.federated.settings import Weighting
+from gradveil.federated.settings import Training, Weighting
 from gradveil.files import read_safetensors, wrap_parse_errors, write_atomically
-from gradveil.ranges import MOST, Decay, Positive, Weight, read
-from gradveil.registry import Registry, parse
+from gradveil.privacy.accountant import SIMULATED, Account
+from gradveil.privacy.plan import PlannedRun
+from gradveil.protection.defense import Defense, accounted
+from gradveil.ranges import MOST, Decay, Positive, Weight
+from gradveil.registry import Registry
+from gradveil.seeds import Seeds
 from gradveil.tree import Params, add, map_values, parameters, scale, subtract
+from gradveil.types import Update
 
 SERVERS: Registry["Server"] = Registry("aggregator", "federated")
 
 Memory = dict[str, Params]  # what a server optimiser keeps between rounds
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """What reached the server from one client of the round, or did not."""
+def sample_clients(seeds: Seeds, number: int, sizes: Sequence[int], training: Training) -> list[int]:
+    """Return the devices of a round, in the order in which they are served."""
+    rng = seeds("sample", number)
+    if training.sampling == "with":
+        return torch.multinomial(torch.tensor(sizes).double(), training.clients, True, generator=rng).tolist()
+    return torch.randperm(len(sizes), generator=rng)[: training.clients].tolist()
 
-    client: int
-    sent: Sent | None  # None: the client dropped out
-    late: bool = False
+
+def planned_run(
+    seeds: Seeds, clients: Sequence[Indices], training: Training, defense: Defense, drawn: bool = True
+) -> PlannedRun:
+    """Return what this run will be: how often a client takes part at most follows from the draw of every round.
+
+    With a budget clients take turns, so that nobody takes part more than once oftener than anybody else. ``drawn``:
+    draw the rounds; without it a client may take part in each, which is enough for the defence itself.
+    """
+    sizes, counts = [len(part) for part in clients], Counter[int]()
+    if accounted(defense).allowance is not None:
+        most = -(-max(training.rounds, 1) * training.clients // len(clients))
+    elif not drawn:
+        most = max(training.rounds, 1)
+    else:
+        for number in range(1, training.rounds + 1):
+            counts.update(sample_clients(seeds, number, sizes, training))
+        most = max(counts.values(), default=1)
+    rounds = max(training.rounds, most)  # a client that is drawn twice in a round takes part twice
+    return PlannedRun(max(sizes), training.batch_size, training.epochs, rounds, most, training.clients)
+
+
+class Ledger:
+    """The accounts of a run's clients under a defence that promises something; under any other it is empty.
+
+    ``noise``: of the clients, as the accounts say it. Here it is simulated; a server of real ones does not know.
+    """
+
+    def __init__(
+        self, clients: Sequence[Indices], training: Training, defense: Defense, noise: str | None = SIMULATED
+    ) -> None:
+        acts = accounted(defense)
+        self.cost, self.noise = acts.cost(training.epochs), noise  # of a participation
+        self.min_clients, self.limit = acts.min_clients, acts.allowance
+        self.training, self.sizes = training, [len(part) for part in clients]
+        names = [f"{i}-{zlib.crc32(part.tobytes()):08x}" for i, part in enumerate(clients)]
+        self.accounts = [] if self.cost is None else [Account(name, limit=self.limit or inf) for name in names]
+        self._check()
+
+    def _check(self) -> None:
+        """Raise where the noise of a sum, or the count of participations, would not be what the promise needs."""
+        if self.training.sampling == "with" and (self.min_clients or self.limit is not None):
+            raise DefenseError(
+                "A budget and tier=aggregate need clients that are drawn once a round: sampling=without."
+            )
+        if not self.min_clients:
+            return
+        if self.min_clients > self.training.clients:
+            raise DefenseError(
+                f"tier=aggregate counts on {self.min_clients} clients a round, and {self.training.clients} take part. Give "  # noqa: E501
+                "the cohort that there is."
+            )
+        if self.training.adaptive or self.training.clip:
+            raise DefenseError(
+                "tier=aggregate needs the sum of the noisy gradients, and an adaptive optimizer or a clip of the step "
+                "changes each client's by itself. Use optimizer=sgd and clip=0."
+            )
+        if self.training.weighting == "uniform" and len(set(self.sizes)) > 1:
+            raise DefenseError(
+                "tier=aggregate needs every record to count alike in the sum, and with clients of different sizes "
+                "weighting=uniform lets those of small clients count more. Use weighting=samples."
+            )
+
+    def restore(self, saved: Any) -> None:
+        """Go on from the accounts of a checkpoint, which must be those of these clients."""
+        if self.cost is None and saved:
+            raise BudgetError(
+                "The checkpoint has accounts, and this defence promises nothing. Go on with the one it had."
+            )
+        if self.cost is None:
+            return
+        if not isinstance(saved, list) or len(saved) != len(self.accounts):
+            raise BudgetError(
+                f"The checkpoint has no accounts of these {len(self.accounts)} clients: its rounds were not protected, "
+                "or it is of other clients. Start a new run."
+            )
+        read = [Account.from_json(data, own.client) for data, own in zip(saved, self.accounts, strict=True)]
+        self.accounts = [Account(own.client, own.spent, self.limit or inf, own.noise) for own in read]
+
+    def draw(self, seeds: Seeds, number: int) -> list[int]:
+        """Return the clients of a round: with a budget those who have spent least, in a random order among equals.
+
+        Where too few can pay there are none.
+        """
+        if self.cost is None or self.limit is None:
+            return sample_clients(seeds, number, self.sizes, self.training)
+        order = torch.randperm(len(self.sizes), generator=seeds("sample", number)).tolist()
+        chosen = self.able(order)[: self.training.clients]
+        return chosen if len(chosen) >= self.min_clients else []
+
+    def able(self, clients: Sequence[int]) -> list[int]:
+        """Return those who can pay for a round, first those who have spent least; without a budget all as they are."""
+        if self.cost is None or self.limit is None:
+            return list(clients)
+        left = [client for client in clients if self.accounts[client].allows(self.cost)]
+        return sorted(left, key=lambda client: self.accounts[client].spent)
+
+    def pay(self, number: int, clients: Sequence[int]) -> None:
+        """Charge those who were drawn, before they send: what is lost on the way may have been seen."""
+        if self.cost is None:
+            return
+        if not clients:
+            most, able = max(account.spent for account in self.accounts), len(self.able(range(len(self.sizes))))
+            raise BudgetError(
+                f"Round {number} is refused: a participation costs μ² = {self.cost:.4g}, and {able} of "
+                f"{len(self.sizes)} clients have that left (spent: {most:.4g} of {self.limit:.4g}). Plan all rounds "
+                "from the start, with the noise that they need."
+            )
+        for client in clients:
+            self.accounts[client] = self.accounts[client].spend(self.cost, self.noise)
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a round's arrivals come to."""
+    """What a round's updates come to."""
 
     target: Params  # the average of the accepted clients' weights; empty where none was accepted
     buffers: Params
     accepted: int
-    rejected: dict[str, int]  # how many were turned away, by reason: dropped, late, malformed, not finite
+    rejected: dict[str, int]  # how many were turned away, by reason: malformed, not finite
+
+
+Arrival = tuple[int, Sent]  # a client, and what it sent
 
 
 def merge(model: nn.Module, arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]) -> Merged:
-    """Turn away the arrivals that cannot be averaged, and average the others.
+    """Turn away the updates that cannot be averaged, and average the others.
 
     ``sizes`` holds the number of examples of every device. The average is begun before a device has answered whether
     all numbers are finite; where they are not, it is thrown away and done again without those.
     """
     own, buffers = parameters(model), dict(model.named_buffers())
-    reasons = [_fault(arrival, own, buffers) for arrival in arrivals]
-    sound = [a for a, reason in zip(arrivals, reasons, strict=True) if reason is None]
-    rejected = Counter(reason for reason in reasons if reason)
+    sound = [arrival for arrival in arrivals if _fits(arrival[1], own, buffers)]
+    rejected = {"malformed": len(arrivals) - len(sound)} if len(sound) < len(arrivals) else {}
     if not sound:
-        return Merged({}, {}, 0, dict(rejected))
-    finite = _finite(sound)
-    merged = _averages(own, sound, shares(sound, weighting, sizes))
+        return Merged({}, {}, 0, rejected)
+    finite = _finite([sent for _, sent in sound])
+    merged = _averages(own, sound, weighting, sizes)
     good = finite.tolist()
     if not all(good):
         rejected["not finite"] = good.count(False)
-        sound = [a for a, whole in zip(sound, good, strict=True) if whole]
-        merged = _averages(own, sound, shares(sound, weighting, sizes)) if sound else ({}, {})
-    return Merged(*merged, len(sound), dict(rejected))
+        sound = [arrival for arrival, whole in zip(sound, good, strict=True) if whole]
+        merged = _averages(own, sound, weighting, sizes) if sound else ({}, {})
+    return Merged(*merged, len(sound), rejected)
 
 
-def _averages(weights: Params, arrivals: Sequence[Arrival], parts: Sequence[float]) -> tuple[Params, Params]:
-    return average(weights, arrivals, parts), average_buffers(arrivals, parts)
+def _fits(sent: Sent, own: Params, buffers: Params) -> bool:
+    """Whether an update has the model's names, shapes and kinds of numbers; a defence may have changed them."""
+    update = sent.update
+    if update.gradient.keys() != own.keys() or not sent.buffers.keys() <= buffers.keys() or update.num_examples < 1:
+        return False
+    pairs = [(v, own[name]) for name, v in update.gradient.items()] + [(v, buffers[n]) for n, v in sent.buffers.items()]
+    return all(v.shape == o.shape and v.is_floating_point() for v, o in pairs)
 
 
-def _fault(arrival: Arrival, own: Params, buffers: Params) -> str | None:
-    if arrival.sent is None:
-        return "dropped"
-    if arrival.late:
-        return "late"
-    update = arrival.sent.update
-    if update.gradient.keys() != own.keys() or update.num_examples < 1:
-        return "malformed"
-    pairs = [(value, own[name]) for name, value in update.gradient.items()]
-    for name, value in arrival.sent.buffers.items():
-        if name not in buffers:
-            return "malformed"
-        pairs.append((value, buffers[name]))
-    return None if all(v.shape == o.shape and v.is_floating_point() for v, o in pairs) else "malformed"
-
-
-def _finite(arrivals: Sequence[Arrival]) -> Tensor:
-    """Return whether each arrival holds finite numbers only: (K,), not waited for."""
-    tensors = [[*a.sent.update.gradient.values(), *a.sent.buffers.values()] for a in arrivals if a.sent]
+def _finite(sent: Sequence[Sent]) -> Tensor:
+    """Return whether each update holds finite numbers only: (K,), not waited for."""
+    tensors = [[*one.update.gradient.values(), *one.buffers.values()] for one in sent]
     largest = torch.stack(torch._foreach_norm([v for values in tensors for v in values], float("inf")))
     return largest.isfinite().reshape(len(tensors), -1).all(1)
 
 
+def _averages(
+    weights: Params, arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]
+) -> tuple[Params, Params]:
+    """Return the averages of weights and of buffers (batch-norm statistics)."""
+    parts, sent = shares(arrivals, weighting, sizes), [sent for _, sent in arrivals]
+    buffers = _combine([one.buffers for one in sent], [part / sum(parts) for part in parts])
+    return average(weights, [one.update for one in sent], parts), buffers
+
+
 def shares(arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[int]) -> list[float]:
-    """Return how much each accepted arrival counts.
+    """Return how much each accepted update counts.
 
     ``samples``: by its number of examples, adding up to 1 (McMahan et al. 2017). ``uniform``: all the same.
     ``paper``: N p_k / K with p_k the client's part of all N devices' examples (Sun et al. 2020), which adds up to 1
@@ -103,21 +221,15 @@ def shares(arrivals: Sequence[Arrival], weighting: Weighting, sizes: Sequence[in
     if weighting == "uniform":
         return [1 / count] * count
     if weighting == "paper":
-        return [len(sizes) / count * sizes[a.client] / sum(sizes) for a in arrivals]
-    examples = [a.sent.update.num_examples for a in arrivals if a.sent]
+        return [len(sizes) / count * sizes[client] / sum(sizes) for client, _ in arrivals]
+    examples = [sent.update.num_examples for _, sent in arrivals]
     return [n / sum(examples) for n in examples]
 
 
-def average(weights: Params, arrivals: Sequence[Arrival], parts: Sequence[float]) -> Params:
+def average(weights: Params, updates: Sequence[Update], parts: Sequence[float]) -> Params:
     """Return the sum of part_k W^k, where W^k = W - lr g_k is what client k ended with."""
-    updates = [a.sent.update for a in arrivals if a.sent]
     moves = _combine([u.gradient for u in updates], [part * u.lr for part, u in zip(parts, updates, strict=True)])
     return subtract(scale(weights, sum(parts)), moves)
-
-
-def average_buffers(arrivals: Sequence[Arrival], parts: Sequence[float]) -> Params:
-    """Return the mean of the clients' buffers (batch-norm statistics)."""
-    return _combine([a.sent.buffers for a in arrivals if a.sent], [part / sum(parts) for part in parts])
 
 
 def _combine(trees: Sequence[Params], factors: Sequence[float]) -> Params:
@@ -190,56 +302,6 @@ class FedAdam(Server):
         v = add(scale(old_v, self.beta2), map_values(torch.square, step), 1 - self.beta2)
         moved = {name: w + self.lr * m[name] / (v[name].sqrt() + self.tau) for name, w in weights.items()}
         return moved, {"m": m, "v": v}
-
-
-@dataclass(frozen=True)
-class Faults:
-    """The chance that a client of a round fails in each way; at most one befalls a client."""
-
-    drop: float = 0.0  # sends nothing
-    late: float = 0.0  # sends after the round was closed
-    nan: float = 0.0  # one tensor holds NaN
-    inf: float = 0.0  # one tensor holds infinity
-    shape: float = 0.0  # one tensor has another shape
-
-    def __post_init__(self) -> None:
-        chances = [getattr(self, f.name) for f in fields(self)]
-        if min(chances) < 0 or sum(chances) > 1:
-            raise SpecError(f"Fault chances must not be negative nor add up to more than 1; got {chances}.")
-
-    @classmethod
-    def parse(cls, text: str) -> "Faults":
-        """Read ``drop=0.1,nan=0.05``; an empty text means no faults."""
-        known = [f.name for f in fields(cls)]
-        given = parse(f"faults:{text}").settings
-        for key in given:
-            if key not in known:
-                raise SpecError(f"No fault is called {key!r}. Known: {', '.join(known)}.")
-        return cls(**{key: read(value, float, f"faults:{key}") for key, value in given.items()})
-
-    def strike(self, arrival: Arrival, rng: Generator) -> Arrival:
-        """Return the arrival as it would reach the server, faults included."""
-        draw = float(torch.rand((), generator=rng, dtype=torch.float64))
-        for field in fields(self):
-            draw -= getattr(self, field.name)
-            if draw < 0:
-                return _befall(arrival, field.name, rng)
-        return arrival
-
-
-def _befall(arrival: Arrival, kind: str, rng: Generator) -> Arrival:
-    if kind == "drop" or arrival.sent is None:
-        return replace(arrival, sent=None)
-    if kind == "late":
-        return replace(arrival, late=True)
-    update = arrival.sent.update
-    gradient: Params = dict(update.gradient)
-    name = list(gradient)[int(torch.randint(len(gradient), (), generator=rng))]
-    if kind == "shape":
-        gradient[name] = torch.cat([gradient[name].flatten(), gradient[name].new_zeros(1)])
-    else:
-        gradient[name] = torch.full_like(gradient[name], float(kind))
-    return replace(arrival, sent=replace(arrival.sent, update=replace(update, gradient=gradient)))
 
 
 @dataclass(frozen=True)

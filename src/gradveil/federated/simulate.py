@@ -14,9 +14,8 @@ from gradveil.data.partition import Indices, undealt
 from gradveil.errors import DataError
 from gradveil.federated.client import Sent
 from gradveil.federated.engines import ENGINES, Engine, Job, World
-from gradveil.federated.ledger import Ledger, planned_run
 from gradveil.federated.processes import available_cores
-from gradveil.federated.server import SERVERS, Arrival, Checkpoint, Faults, Memory, Merged, merge
+from gradveil.federated.server import SERVERS, Checkpoint, Ledger, Memory, Merged, merge, planned_run
 from gradveil.federated.settings import Training
 from gradveil.federated.vectorised import why_not
 from gradveil.losses import build as build_loss
@@ -72,7 +71,6 @@ def simulate(
     seeds: Seeds | int = 0,
     *,
     engine: str | Engine = "sequential",
-    faults: Faults | None = None,
     watch: Watch = 0,
     resume: Checkpoint | None = None,
 ) -> Iterator[Round]:
@@ -85,7 +83,7 @@ def simulate(
     ``watch`` asks for truth and update of some clients: the first n of each round, or those that
     ``watch(round_number, clients)`` returns.
     """
-    run = FederatedRun(model, dataset, clients, training or Training(), build(defense), seeds, faults, watch, resume)
+    run = FederatedRun(model, dataset, clients, training or Training(), build(defense), seeds, watch, resume)
     with ENGINES.build(engine).start(World(run.model, dataset.train, run.defense, run.training)) as pool:
         for number in range(run.first, run.training.rounds + 1):
             jobs = run.sample(number)  # the round's clients
@@ -96,7 +94,7 @@ def simulate(
             )  # local steps, the defence inside
             if number < run.training.rounds:
                 pool.expect(run.sample(number + 1))  # may be prepared while a device is at work
-            average = run.aggregate(number, jobs, sent)
+            average = run.aggregate(jobs, sent)
             run.move(average)
             yield run.round(number, jobs, sent, average, before)
 
@@ -112,7 +110,6 @@ class FederatedRun:
         training: Training,
         defense: Defense,
         seeds: Seeds | int = 0,
-        faults: Faults | None = None,
         watch: Watch = 0,
         resume: Checkpoint | None = None,
     ) -> None:
@@ -121,7 +118,7 @@ class FederatedRun:
         self.seeds = seeds if isinstance(seeds, Seeds) else Seeds(seeds)
         self.defense = accounted(defense).for_run(planned_run(self.seeds, clients, training, defense, False))
         self.ledger = Ledger(clients, training, self.defense)
-        self.faults, self.watch = faults, watch
+        self.watch = watch
         self.model = copy.deepcopy(model).train()
         self.memory: Memory = {}
         self.first = 1
@@ -153,11 +150,9 @@ class FederatedRun:
         acting = self.defense.for_round(self.model, self.public, build_loss(self.training.loss))
         return [replace(job, defense=acting) for job in jobs]
 
-    def aggregate(self, number: int, jobs: Sequence[Job], sent: Sequence[Sent]) -> Merged:
+    def aggregate(self, jobs: Sequence[Job], sent: Sequence[Sent]) -> Merged:
         """Turn away what cannot be averaged, and average the rest; a sum with too little noise is not opened."""
-        arrivals = [Arrival(job.client, one) for job, one in zip(jobs, sent, strict=True)]
-        if self.faults is not None:
-            arrivals = [self.faults.strike(a, self.seeds("fault", number, slot)) for slot, a in enumerate(arrivals)]
+        arrivals = [(job.client, one) for job, one in zip(jobs, sent, strict=True)]
         merged = merge(self.model, arrivals, self.training.weighting, [len(part) for part in self.clients])
         if 0 < merged.accepted < self.ledger.min_clients:
             return Merged({}, {}, 0, merged.rejected | {NOT_RELEASED: merged.accepted})

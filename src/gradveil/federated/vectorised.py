@@ -8,6 +8,8 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from math import gcd
 
 import numpy as np
 import torch
@@ -15,15 +17,26 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.data.base import Split
+from gradveil.defenses.compose import parts_of
+from gradveil.defenses.representation import RepresentationPerturbation
 from gradveil.errors import GradveilError
 from gradveil.federated.client import Sent, shuffled, update_batch_size
 from gradveil.federated.engines import ENGINES, Engine, Job, Pool, World, draws_of
 from gradveil.federated.settings import Local
-from gradveil.federated.stacked import Masks, StackedRecords, why_no_masks, why_no_records
+from gradveil.losses import Loss
 from gradveil.losses import build as build_loss
+from gradveil.modules import representation
 from gradveil.privacy.noise import Source
-from gradveil.protection.defense import Defense
+from gradveil.protection.capture import output_shapes, records_together
+from gradveil.protection.defense import Accounted, Defense, accounted
+from gradveil.protection.passes import substitute
+from gradveil.protection.records import Captured
 from gradveil.ranges import Count
+from gradveil.representation import scores as api
+from gradveil.representation.matrices import StackedRows
+from gradveil.representation.recorder import walk, walkable
+from gradveil.representation.rows import RowNorms, scores
+from gradveil.representation.selection import largest_live_each
 from gradveil.tree import Params, parameters
 from gradveil.types import Batch, Update
 
@@ -84,9 +97,7 @@ class Resident:
         if self.scale != 1.0:
             inputs = inputs.float() / self.scale
         inputs = inputs.to(dtype)
-        return inputs.reshape(*indices.shape, *inputs.shape[1:]), self.labels.index_select(0, flat).reshape(
-            *indices.shape, *self.labels.shape[1:]
-        )
+        return inputs.unflatten(0, indices.shape), self.labels.index_select(0, flat).unflatten(0, indices.shape)
 
 
 _STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
@@ -132,6 +143,142 @@ def _examples(world: World) -> Batch:
     return Batch(few.inputs.to(first), few.labels.to(first.device))
 
 
+def why_no_masks(model: nn.Module, defense: Defense, x: Tensor) -> str | None:
+    """Return why the representations of this defence's clients cannot be perturbed together; ``None``: they can.
+
+    ``x`` is one batch, of which only the shape matters.
+    """
+    layers = set()
+    for part in parts_of(defense):
+        if "representation" not in part.acts_on:
+            continue
+        if not isinstance(part, RepresentationPerturbation) or not _is_plain(part):
+            return "the defence acts on each client's representation by a rule of its own"
+        layers |= set(part.layers(model))
+    if len(layers) > 1:
+        return f"the defences act on several layers ({', '.join(sorted(layers))})"
+    if layers and StackedRows.of(model, layers.pop(), x) is None:
+        return "the defended layer does not follow a plain chain of convolutions and activations"
+    return None
+
+
+def _perturbing(defense: Defense) -> list[RepresentationPerturbation]:
+    return [part for part in parts_of(defense) if isinstance(part, RepresentationPerturbation)]
+
+
+def _is_plain(defense: RepresentationPerturbation) -> bool:
+    """Whether the defence is the paper's rule; share, count and layer may differ from client to client."""
+    return defense.p == 2 and defense.method in ("auto", "exact")
+
+
+class Masks:
+    """Perturbs the input of one layer for K clients; ``counts`` lies on the device, as a CUDA graph needs it."""
+
+    def __init__(self, model: nn.Module, defense: Defense, x: Tensor, clients: int) -> None:
+        self.model = model
+        (self.layer,) = {layer for part in parts_of(defense) for layer in part.layers(model)}
+        rows = StackedRows.of(model, self.layer, x)
+        assert rows is not None
+        self.rows = rows
+        self.like = representation(model, self.layer, x)  # of which only the size matters
+        self.counts = torch.zeros(clients, 1, 1, dtype=torch.int64, device=x.device)
+        self.exact = torch.zeros(clients, 1, 1, dtype=torch.bool, device=x.device)  # whoever asks for exact scores
+        self.asked = {part.method for part in _perturbing(defense)}
+        self.effort = api.effort(walk(walkable(model, self.layer, x) or [], x[:1]))  # of one example's exact scores
+
+    def use(self, defenses: list[Defense]) -> None:
+        """Take each client's number of entries, and whether its scores are exact, from its own defence."""
+        parts = [_perturbing(defense) for defense in defenses]
+        counts = [sum(part.budget(self.like) for part in some) for some in parts]
+        self.counts.copy_(torch.tensor(counts).view(-1, 1, 1), non_blocking=True)
+        exact = [any(part.method == "exact" for part in some) for some in parts]
+        self.exact.copy_(torch.tensor(exact).view(-1, 1, 1), non_blocking=True)
+
+    def _rows(self, weights: Params, x: Tensor, present: Tensor) -> RowNorms:
+        """Return r and the norms of its rows, as each client alone would have them: exact, or as ``auto`` chooses."""
+        if self.asked == {"exact"} or self.effort * x.shape[1] <= api.BUDGET:
+            return self.rows(weights, x)
+        quick = self.rows.moment(weights, x)
+        if self.asked == {"auto"} and self.effort > api.BUDGET:
+            return quick
+        exact = self.exact | (present.sum(1)[:, None, None] * self.effort <= api.BUDGET)
+        slow = self.rows(weights, x)
+        return RowNorms(quick.r, {2.0: torch.where(exact, slow.norms[2.0], quick.norms[2.0])})
+
+    def perturbed(self, weights: Params, x: Tensor, present: Tensor) -> Tensor:
+        """Return r' (K, B, L) for stacked weights and inputs (K, B, ...), of which some are present (K, B)."""
+        rows = self._rows(weights, x, present)
+        chosen = largest_live_each(rows.r, scores(rows.r, rows.norms, 2.0), self.counts)
+        return rows.r.masked_fill(chosen, 0.0)
+
+    def forward(self, weights: Params, x: Tensor, perturbed: Tensor) -> Tensor:
+        """Return one client's logits; the defended layer's weight gradient comes from ``perturbed`` (B, L)."""
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...], _: Tensor) -> Tensor:
+            return substitute(module, args[0], perturbed.view_as(args[0]))
+
+        handle = self.model.get_submodule(self.layer).register_forward_hook(hook)
+        try:
+            logits: Tensor = functional_call(self.model, weights, (x,))
+        finally:
+            handle.remove()
+        return logits
+
+
+def why_no_records(model: nn.Module, defense: Defense, few: Batch, loss: Loss) -> str | None:
+    """Return why the records of this defence's clients cannot be taken together; ``None``: they can."""
+    parts = parts_of(defense)
+    acting = [part for part in parts if "records" in part.acts_on]
+    if any(type(accounted(part)).on_stacked is Accounted.on_stacked for part in acting):
+        return "the defence acts on the records of one client at a time"
+    if any("representation" in part.acts_on for part in parts):
+        return "some defences act on records and others on representations"
+    return None if output_shapes(model, few, loss) else "the model has layers whose gradients are not known by record"
+
+
+class StackedRecords:
+    """Steps of K clients whose defences act on their records."""
+
+    def __init__(self, model: nn.Module, few: Batch, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        self.shapes = output_shapes(model, few, loss) or {}
+
+    def gradients(
+        self,
+        weights: Params,
+        batch: tuple[Tensor, Tensor],
+        parts: Tensor,
+        slots: Tensor,
+        rngs: Sequence[Source],
+        defenses: Sequence[Defense],
+        same: int = 1,
+    ) -> Params:
+        """Return each client's defended gradient (K, *shape); ``parts`` (K, B) is above 0 where there is a record.
+
+        ``same``: how many clients each, one after the other, have the same weights.
+        """
+        records = self._records(weights, *batch, same)
+        found: list[Params] = []
+        ends = accumulate(len(list(run)) for _, run in groupby(defenses, id))  # of clients with the same defence
+        for mine in (slice(*both) for both in pairwise([0, *ends])):
+            some, defense = records.clients(mine), defenses[mine.start]
+            if "records" in defense.acts_on:
+                found.append(accounted(defense).on_stacked(some, parts[mine] > 0, slots[mine], rngs[mine]))
+            else:
+                found.append({n: g.to(weights[n].dtype) for n, g in some.weighted_sum(parts[mine]).items()})
+        active = (parts.sum(1) > 0).to(parts)  # a client that has no step left stays where it is
+        joined = found[0] if len(found) == 1 else {n: torch.cat([one[n] for one in found]) for n in weights}
+        return {name: g * active.view(-1, *[1] * (g.ndim - 1)) for name, g in joined.items()}
+
+    def _records(self, weights: Params, inputs: Tensor, labels: Tensor, same: int) -> Captured:
+        """Return the records of all clients; those that share weights go through the model as one batch."""
+        if same > 1:
+            weights = {name: w[::same] for name, w in weights.items()}
+            inputs, labels = (v.unflatten(0, (-1, same)).flatten(1, 2) for v in (inputs, labels))
+        records = records_together(self.model, weights, inputs, labels, self.loss, self.shapes)
+        return records.dealt(same) if same > 1 else records
+
+
 @dataclass
 class _Chunk:
     """Clients that are trained together."""
@@ -145,11 +292,7 @@ class _Chunk:
     @property
     def alike(self) -> int:
         """How many clients each, one after the other, begin with the same weights."""
-        starts = [id(job.start) for job in self.jobs]
-        count = next((k for k, start in enumerate(starts) if start != starts[0]), len(starts))
-        whole = len(starts) % count == 0
-        runs = [starts[k : k + count] for k in range(0, len(starts), count)]
-        return count if whole and all(len(set(run)) == 1 for run in runs) else 1
+        return gcd(*(len(list(run)) for _, run in groupby(self.jobs, key=lambda job: id(job.start))))
 
 
 class _StackedPool(Pool):

@@ -24,7 +24,7 @@ PSNR, FLOOR, CHECKED = LEAK_METRICS = "leak-psnr", "leak-floor", "leak-checked" 
 KEPT = 2**32  # bytes of weights that are kept of a client's passes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LeakCheck:
     """An attack on one's own update before it leaves, held against the examples that it was made of.
 

@@ -51,7 +51,6 @@ class NodeReport:
     leak_psnr: float | None = None  # of the example that came out best, in dB
     leak_floor: float | None = None  # what a blind guess gets
     leak_checked: int | None = None  # how many examples the two are about
-    match: float | None = None  # cosine between the update and what a reconstruction without truth explains
     spent: float | None = None  # μ² of its records, over all rounds
     limit: float | None = None  # of it
 

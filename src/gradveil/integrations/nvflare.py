@@ -22,15 +22,15 @@ from gradveil.errors import GradveilError, MissingExtraError
 from gradveil.gradients.functional import quiet
 from gradveil.imports import import_object
 from gradveil.integrations.leaks import LEAK_METRICS, LeakCheck, SeenInputs
-from gradveil.integrations.local_training import BUFFERS, is_trained
 from gradveil.integrations.monitor import MonitorSettings, NodeReport, RunMonitor
 from gradveil.losses import build as build_loss
+from gradveil.modules import BUFFERS, is_trained
 from gradveil.privacy.accountant import SECRET, account_path, spend_from
 from gradveil.privacy.noise import SecretDraws
 from gradveil.protection.defense import accounted, build
 from gradveil.protection.protect import refuse_idle
 from gradveil.registry import describe
-from gradveil.threats.one_update import SAMPLE, SECONDS, TrainingPass
+from gradveil.threats.one_update import TrainingPass
 from gradveil.types import Batch, Update
 
 try:
@@ -215,44 +215,25 @@ class RecordsFilter(Fields):
         return int(steps), account.spent
 
 
-@dataclass(eq=False)
-class LeakFilter(Fields):
+@dataclass(eq=False, kw_only=True)
+class LeakFilter(LeakCheck, Fields):
     """Attacks the update that leaves a site, and withholds it where too much of the site's own examples came of it.
 
     It belongs into the site's ``privacy.json``, as a filter of what comes in and of results (``"direction": "inout"``),
     or on both sides of a job's task (``add_client_input_filter``, ``add_client_output_filter``). The result's meta gets
     ``leak-psnr``, ``leak-floor`` and ``leak-checked``, as from ``leak_guard`` on Flower. An update of more than
-    ``max_examples`` examples is checked by a sample, where it is of one step of all of them.
+    ``max_examples`` examples is checked by a sample, where it is of one step of all of them. All other settings are
+    those of ``LeakCheck``.
 
     Args:
         model: ``module:function`` that makes the model.
         examples: ``module:function`` that returns the inputs and the labels that this site trains on.
-        attack: a spec.
-        max_psnr: an update from which some example comes out better than this is withheld.
-        defense: what is in force: the server that knows it is played too.
-        lr: of the local steps.
-        max_examples: an update of more is not attacked as a whole.
-        sample: how many examples of such an update are checked.
-        seconds: after this time no further example is begun.
-        send_unchecked: send what could not be checked.
-        loss: that the script minimises.
         tasks: whose results are checked.
-        seed: for tests only.
     """
 
     model: str
     examples: str
-    attack: str = "newton"
-    max_psnr: float = 20.0
-    defense: str = "none"
-    lr: float = 1.0
-    max_examples: int = 16
-    sample: int = SAMPLE
-    seconds: float = SECONDS
-    send_unchecked: bool = False
-    loss: str = "cross_entropy"
     tasks: Sequence[str] = ("train",)
-    seed: int | None = None
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Keep what comes in; attack what goes out, and raise where it may not."""
@@ -285,7 +266,8 @@ class LeakFilter(Fields):
         before = {name: torch.as_tensor(np.asarray(value)) for name, value in came.items()}
         sent = {name: torch.as_tensor(np.asarray(value)) for name, value in dxo.data.items()}
         change = sent if dxo.data_kind == DataKind.WEIGHT_DIFF else tree.subtract(sent, before)
-        trained = {name: -value / self.lr for name, value in change.items() if is_trained(name, value)}
+        lr = 1.0 if self.lr is None else self.lr
+        trained = {name: -value / lr for name, value in change.items() if is_trained(name, value)}
         steps = int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1) or 1)
         if steps > 1 and len(batch) > self.max_examples and not self.send_unchecked:
             raise GradveilError(
@@ -295,12 +277,8 @@ class LeakFilter(Fields):
         model.load_state_dict(before)
         seen = SeenInputs(model.train(), passes=[TrainingPass.of(model, before, batch, build_loss(self.loss))])
         seen.num_classes = _outputs(model, inputs)
-        check = LeakCheck(
-            self.attack, max_psnr=self.max_psnr, max_examples=self.max_examples, sample=self.sample,
-            seconds=self.seconds, send_unchecked=self.send_unchecked, loss=self.loss, seed=self.seed,
-        )  # fmt: skip
-        update = Update(trained, num_examples=len(batch), num_steps=steps, lr=self.lr)
-        return check.judge(before, update, self.defense, seen)
+        update = Update(trained, num_examples=len(batch), num_steps=steps, lr=lr)
+        return self.judge(before, update, self.defense or "none", seen)
 
 
 def _outputs(model: torch.nn.Module, inputs: torch.Tensor) -> int:
@@ -320,9 +298,7 @@ class MonitorFilter(Fields):
     Args:
         out: the run folder.
         model: ``module:function`` that makes the model; without it names and shapes are those of the first result.
-        max_psnr: what a result's own leak check may say; 0: no bound.
-        budget: μ that a record may lose over all rounds; 0: no bound here.
-        delta: at which ε is told.
+        max_psnr: what a result's own leak check may say, as in ``MonitorSettings``; so are ``budget`` and ``delta``.
         require_steps: refuse results whose meta does not say that a local step was defended.
         tensorboard: write event files as well.
     """

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gradveil.errors import MissingExtraError
-from gradveil.integrations.local_training import CallbackGuard
+from gradveil.protection.protect import CallbackGuard
 
 try:
     from transformers import TrainerCallback

@@ -57,21 +57,27 @@ def journal_of(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
+def _end_of(path: Path) -> tuple[bytes, os.stat_result] | None:
+    """Return a file's last bytes, and what it is; None where there is none. Links and what is no file are refused."""
+    try:
+        handle = open_alone(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(handle)
+        return os.pread(handle, MOST, max(0, found.st_size - MOST)), found
+    finally:
+        os.close(handle)
+
+
 def read_journal(path: Path) -> Ending:
     """Return where the journal beside an account's file ends; a copy of another one is refused."""
     beside = journal_of(path)
     with wrap_parse_errors(beside, BudgetError, NOT_SENT):
-        try:
-            handle = open_alone(beside, os.O_RDONLY)
-        except FileNotFoundError:
+        if (read := _end_of(beside)) is None:
             return Ending(None, "", 0)
-        try:
-            found = os.fstat(handle)
-            begin = max(0, found.st_size - MOST)
-            end = os.pread(handle, MOST, begin)
-        finally:
-            os.close(handle)
-        whole = end.rfind(b"\n") + 1
+        end, found = read
+        begin, whole = max(0, found.st_size - MOST), end.rfind(b"\n") + 1
         if not whole:
             if begin:
                 raise ValueError("no line in its last bytes")
@@ -110,16 +116,11 @@ def add_to_journal(path: Path, stand: Ending, payment: dict[str, Any]) -> tuple[
 def read_summary(path: Path) -> dict[str, Any] | None:
     """Return what an account's file says; None where there is none."""
     with wrap_parse_errors(path, BudgetError, NOT_SENT):
-        try:
-            handle = open_alone(path, os.O_RDONLY)
-        except FileNotFoundError:
+        if (read := _end_of(path)) is None:
             return None
-        try:
-            if (size := os.fstat(handle).st_size) > MOST:
-                raise ValueError(f"{size:,} bytes, and the most is {MOST:,}")
-            said = json.loads(os.pread(handle, MOST, 0))
-        finally:
-            os.close(handle)
+        if (size := read[1].st_size) > MOST:
+            raise ValueError(f"{size:,} bytes, and the most is {MOST:,}")
+        said = json.loads(read[0])
         if not isinstance(said, dict):
             raise ValueError("no account")
     return said

@@ -94,8 +94,7 @@ class Bought:
     sigma: float | None = None  # of the noise in what is released
     mu: float | None = None  # of a release; None: no such promise
     releases: int | None = None  # over the run; None: the file does not say
-    epsilon_round: float | None = None  # where the promise of a round is no μ: pure ε
-    epsilon: float | None = None  # over the run, where it does not follow from μ: pure, or with secret sampling
+    epsilon: float | None = None  # over the run, where it does not follow from μ: with secret sampling
     notes: tuple[str, ...] = ()  # what is off, or easily misread
     details: dict[str, float] = field(default_factory=dict)
 
@@ -113,7 +112,6 @@ class Told:
 
     rounds: int | None = None
     participations: int | None = None
-    parameters: int | None = None
     delta: float = 1e-5
 
 
@@ -383,42 +381,15 @@ def _filter(name: str, args: Mapping[str, Any], flat: Mapping[str, Any], known: 
     both = dict(flat) | {key.replace("-", "_").lower(): value for key, value in args.items()}
     if "clipping_norm" in args and "epsilon" in args:
         return _local_dp(both, known)
-    if name == "SVTPrivacy":
-        return _svt(both, known)
     reasons = {
+        "SVTPrivacy": "Its epsilon is of choosing the entries alone. Each value that is sent spends its own beside it, "
+        "and they add up over the values: thousands for a network.",
         "PercentilePrivacy": "It zeroes small entries and cuts off large ones, with no noise: a heuristic, no promise.",
         "ExcludeVars": "It leaves tensors out; what is sent is sent as it is.",
         "HEModelEncryptor": "The server sees the sum alone, and the sum is exact: without noise nothing is promised.",
     }
     note = reasons.get(name, "It is not known here; without a clip and noise on each update nothing is promised.")
     return Bought(f"the filter {name}", notes=(note,))
-
-
-def _svt(args: Mapping[str, Any], known: Told) -> Bought:
-    """NVFlare's sparse vector filter: pure ε of the threshold, the selection and every value that is released."""
-    releases, notes = releases_of(args, known)
-    share, each = number(args, "fraction") or 0.1, number(args, "noise_var") or 0.1
-    parts = (number(args, "epsilon_threshold"), number(args, "epsilon_query"))
-    chosen = sum(part for part in parts if part) or number(args, "epsilon") or 0.1
-    if known.parameters is None:
-        return Bought(
-            "the filter SVTPrivacy", releases=releases,
-            notes=("Its ε grows with the number of values that are sent. Give --parameters.", *notes),
-        )  # fmt: skip
-    values = ceil(share * known.parameters)
-    release = number(args, "epsilon_release") or values * each
-    spent = chosen + release
-    notes = (
-        f"epsilon = {chosen:g} is of choosing the entries alone. {values:,} values are released with ε = "
-        f"{release / values:.3g} each: a round spends ε = {spent:,.0f}.",
-        *notes,
-        "Each entry is cut off at gamma by itself, so ε is of a whole update in which all of them change.",
-    )
-    total = {"epsilon_run": spent * (releases or 1)}
-    return Bought(
-        "the filter SVTPrivacy: some entries, each with Laplace noise", releases=releases, epsilon_round=spent,
-        epsilon=spent * (releases or 1), notes=notes, details={"values": float(values)} | total,
-    )  # fmt: skip
 
 
 def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:

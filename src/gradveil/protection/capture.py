@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -178,6 +178,47 @@ def capture(model: nn.Module, batch: Batch, loss: Loss) -> Captured | None:
         for (module, a, _, _), d in zip(seen, deltas, strict=True)
     ]
     return Captured(found, {n: p.detach() for n, p in weights.items()}, (len(batch),))
+
+
+def records_together(
+    model: nn.Module, weights: Params, inputs: Tensor, labels: Tensor, loss: Loss, outputs: dict[nn.Module, torch.Size]
+) -> Captured:
+    """Return the gradients of K clients' records at their own weights (K, *shape): inputs (K, N, ...), labels (K, N).
+
+    ``outputs``: the shape of each layer's output for one record (see ``output_shapes``). A zero is added to every
+    output, and the loss's gradient by it is δ.
+    """
+    layers = known(model) or {}
+
+    def value(taps: list[Tensor], own: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        inside: dict[nn.Module, Tensor] = {}
+
+        def look(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            inside[module] = args[0]
+            return output + taps[order[module]]
+
+        handles = [m.register_forward_hook(look, prepend=True) for m in layers]
+        try:
+            result = loss.each(functional_call(model, own, (x,)), y).sum()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return result, [inside[m] for m in layers]
+
+    order = {m: i for i, m in enumerate(layers)}
+    like = next(iter(weights.values()))
+    taps = [like.new_zeros(*inputs.shape[:2], *outputs[m]) for m in layers]
+    deltas, inside = vmap(grad(value, has_aux=True))(taps, weights, inputs, labels)
+    found = [KINDS[type(m)](m, layers[m], a.detach(), d) for m, a, d in zip(layers, inside, deltas, strict=True)]
+    return Captured(found, {n: w[0].detach() for n, w in weights.items()}, tuple(inputs.shape[:2]))
+
+
+def output_shapes(model: nn.Module, batch: Batch, loss: Loss) -> dict[nn.Module, torch.Size] | None:
+    """Return the shape of each trained layer's output for one record; None where the records cannot be stacked."""
+    records = records_of(model, batch, loss)
+    if not isinstance(records, Captured):
+        return None
+    return {seen.layer: seen.delta.shape[2:] for seen in records.layers}
 
 
 def _one_by_one(model: nn.Module, batch: Batch, loss: Loss) -> Records:

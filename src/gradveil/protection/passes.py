@@ -352,13 +352,7 @@ class Pass:
         self.buffers = [(m, name, b.clone()) for m in kept for name, b in m._buffers.items() if b is not None]
 
     def perturbed(
-        self,
-        defense: Defense,
-        layer: str,
-        r: Tensor,
-        rng: Source,
-        report: Report,
-        hooks: Iterable[RemovableHandle],
+        self, defense: Defense, layer: str, r: Tensor, rng: Source, report: Report, hooks: Iterable[RemovableHandle]
     ) -> Tensor:
         """Return r' for the layer's inputs r (N, ...), and count what it changed; ``hooks`` are off meanwhile.
 

@@ -223,6 +223,65 @@ def guard_of(model: nn.Module) -> Guard | None:
     return None if attachment is None else Guard(attachment, model)
 
 
+class CallbackGuard:
+    """Guards a model, or a part of it, from ``start`` to ``stop``; ``report`` says what was defended.
+
+    The base of a framework's callback, which says when that is. ``module`` names the part that is called, where it is
+    not the model itself.
+    """
+
+    def __init__(
+        self,
+        defence_or_spec: Defense | str,
+        *,
+        module: str | None = None,
+        simulated: Generator | None = None,
+        strict: bool = True,
+        **settings: Unpack[RecordSettings],
+    ) -> None:
+        super().__init__()
+        self.defense = build(defence_or_spec)
+        if "update" in self.defense.acts_on:
+            raise DefenseError(
+                f"{describe(self.defense)} acts on the update, and a callback does not see what is sent. Use "
+                f"gradveil.protect and guard.update(before, after) where the weights are sent."
+            )
+        self._module, self._simulated, self._strict, self._settings = module, simulated, strict, settings
+        self._guard: Guard | None = None
+        self.report = Report()
+
+    def start(self, model: nn.Module) -> None:
+        part = model.get_submodule(self._module) if self._module else model
+        self._guard = protect(part, self.defense, simulated=self._simulated, strict=self._strict, **self._settings)
+        self.report = self._guard.report
+
+    def stop(self) -> None:
+        """Training is over: detach, and raise where nothing was defended."""
+        if (guard := self._released()) is not None:
+            guard.close()
+
+    def abandon(self) -> None:
+        """Training failed: detach only."""
+        if (guard := self._released()) is not None:
+            guard.remove()
+
+    def _released(self) -> Guard | None:
+        self._keep_account()
+        guard, self._guard = self._guard, None
+        return guard
+
+    def _keep_account(self) -> None:
+        """Go on with what the guard has spent, in the next training of the same client."""
+        if self._guard is not None and "records" in self.defense.acts_on:
+            self._settings["account"] = self._guard.account
+
+    @property
+    def account(self) -> Account | None:
+        """What a defence of records has spent so far; None where it has no account yet, or promises nothing."""
+        self._keep_account()
+        return self._settings.get("account")
+
+
 def _refuse_opacus(model: nn.Module) -> None:
     """Raise where Opacus has hooked or wrapped the model: its per-example gradients would not be ours."""
     for name, module in model.named_modules():

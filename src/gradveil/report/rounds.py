@@ -58,7 +58,7 @@ def round_row(row: Row, delta: float) -> Row:
 def _node(row: Row, delta: float) -> Row:
     spent = row.get("spent")
     mu = None if spent is None else math.sqrt(float(spent))
-    known = ("round", "node", "kept", "reason", "examples", "defense", "noise", "leak_psnr", "leak_floor", "match")
+    known = ("round", "node", "kept", "reason", "examples", "defense", "noise", "leak_psnr", "leak_floor")
     return {name: row.get(name) for name in known} | {"mu": mu, "epsilon": mu and epsilon_of(mu, delta)}
 
 

@@ -20,7 +20,7 @@ from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, deal
 from gradveil.errors import DataError, GradveilError, SpecError, did_you_mean, from_defense, own_error
 from gradveil.federated.client import check_loss, step_gradient, update_batch_size
-from gradveil.federated.ledger import planned_run
+from gradveil.federated.server import planned_run
 from gradveil.federated.settings import ALL, Training, only_trained
 from gradveil.imports import is_import_path
 from gradveil.losses import CrossEntropy

@@ -63,7 +63,7 @@ def simulate_together(
             rounds = []
             for run, some, seen in zip(runs, jobs, before, strict=True):
                 sent = [next(done) for _ in some]
-                average = run.aggregate(number, some, sent)
+                average = run.aggregate(some, sent)
                 run.move(average)
                 rounds.append(run.round(number, some, sent, average, seen))
             yield rounds

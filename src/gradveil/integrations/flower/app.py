@@ -5,25 +5,21 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from torch import nn
 
 from gradveil.auditing.run_folder import CHECKPOINT, MODEL, RunFolder
 from gradveil.auditing.train import FIT
-from gradveil.data.base import Dataset
-from gradveil.data.partition import Indices
 from gradveil.errors import BudgetError, DataError, DefenseError, GradveilError
 from gradveil.federated.client import Sent, evaluate
 from gradveil.federated.engines import Job, World, work
 from gradveil.federated.server import Checkpoint
 from gradveil.federated.simulate import NOT_RELEASED, client_seed, public_records
 from gradveil.integrations.flower.checks import checked
-from gradveil.integrations.flower.grids import DEVICE, AuditedGrid, SampledGrid, audited
+from gradveil.integrations.flower.grids import DEVICE, SampledGrid
 from gradveil.integrations.flower.mods import RULE, told_here_alone
 from gradveil.integrations.flower.records import (
     LOG,
@@ -40,13 +36,13 @@ from gradveil.integrations.flower.records import (
 from gradveil.integrations.flower.secure_aggregation import check_sum, secure_mod, secured
 from gradveil.integrations.flower.settings import (
     ENGINE,
-    LEAKS,
-    Continued,
     FlowerSettings,
     build_model,
     build_strategy,
+    carry_on,
     last_checkpoint,
     load_data,
+    memory_of,
 )
 from gradveil.integrations.flower.site import (
     MAP,
@@ -70,7 +66,6 @@ from gradveil.privacy.accountant import SIMULATED
 from gradveil.protection.defense import accounted, in_round, noise_row
 from gradveil.protection.defense import build as build_defense
 from gradveil.tree import Params
-from gradveil.types import Batch
 
 
 def train_message(message: Message, context: Context, settings: FlowerSettings, simulation: bool = False) -> Message:
@@ -175,11 +170,10 @@ def checked_message(message: Message) -> Message:
 
 @dataclass
 class Outcome:
-    """What a run leaves: the model, a row for each round, a row for each update that was audited."""
+    """What a run leaves: the model, and a row for each round."""
 
     state: Params = field(default_factory=dict)
     rounds: list[dict[str, Any]] = field(default_factory=list)
-    leaks: list[dict[str, Any]] = field(default_factory=list)
 
 
 def make_server_app(
@@ -214,7 +208,8 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
         ledger.restore(start.notes.get("accounts"))
         LOG.info("Continuing after round %s of %s.", start.round, settings.rounds)
     first = {name: (start.state if start else model.state_dict())[name] for name in model.state_dict()}
-    strategy = Continued(build_strategy(settings.strategy, settings.clients), start, first)
+    strategy = build_strategy(settings.strategy, settings.clients)
+    behind = carry_on(strategy, start, first)
     secure = None
     if settings.secure_aggregation:
         secure = secured(grid, lost=settings.lost, max_examples=max(sizes), defense=defense)
@@ -228,10 +223,9 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
             secure.defense = acting
         return write_clip(acting, model)
 
-    chosen = SampledGrid(secure or grid, settings, ledger, tell, strategy.done)
-    auditor = _auditor(chosen, settings, model, dataset, shares, strategy.done)
+    chosen = SampledGrid(secure or grid, settings, ledger, tell, behind)
     watched = checked(
-        auditor or chosen,
+        chosen,
         max_change=settings.max_change,
         max_examples=settings.max_examples or max(sizes),
         min_replies=settings.min_replies,
@@ -247,7 +241,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
         nonlocal started
         if since == 0:
             return None
-        number, weights = strategy.done + since, params_of(arrays)
+        number, weights = behind + since, params_of(arrays)
         model.load_state_dict(weights)
         seen = evaluate(model, dataset.test, loss=settings.loss)
         row = {"round": number, "lr": settings.lr_of(number), "clients": chosen.drawn}
@@ -263,13 +257,13 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
             folder.add_round(row)  # before the checkpoint: a round that is not done again has its line
             notes = {"engine": ENGINE, "accounts": [account.to_json() for account in ledger.accounts]}
             Checkpoint(number, dict(model.state_dict()), {}, {"engine": ENGINE}).save(folder.path / MODEL)
-            Checkpoint(number, weights, strategy.memory, notes).save(folder.path / CHECKPOINT)
+            Checkpoint(number, weights, memory_of(strategy, first), notes).save(folder.path / CHECKPOINT)
         return MetricRecord({"accuracy": seen.accuracy, "loss": seen.loss})
 
     result = strategy.start(
         grid=watched,
         initial_arrays=record_of(first),
-        num_rounds=max(0, settings.rounds - strategy.done),
+        num_rounds=max(0, settings.rounds - behind),
         timeout=settings.deadline,
         train_config=ConfigRecord(
             {"batch-size": settings.batch_size or 0} | {key: getattr(settings, name) for name, key in RULE.items()}
@@ -280,41 +274,7 @@ def _serve(grid: Grid, settings: FlowerSettings, folder: RunFolder | None, simul
         why = " ".join(watched.last_reason.split())[-300:] or "no client answered"
         raise GradveilError(f"Not one update was accepted in {settings.rounds} rounds. The last reason: {why}")
     outcome.state = params_of(result.arrays) if result.arrays else dict(model.state_dict())
-    outcome.leaks = auditor.rows if auditor else []
     return outcome
-
-
-def _auditor(
-    grid: "SampledGrid",
-    settings: FlowerSettings,
-    model: nn.Module,
-    dataset: Dataset,
-    shares: list[Indices],
-    done: int,
-) -> AuditedGrid | None:
-    """Return the audit that the settings ask for; the data are public here, so that the leak can be measured."""
-    if not settings.audit:
-        return None
-
-    def truth(reply: Message) -> Batch:
-        return dataset.train.batch(shares[grid.devices[reply.metadata.src_node_id]])
-
-    return audited(
-        grid,
-        model,
-        settings.audit,
-        input_shape=dataset.input_shape,
-        num_classes=dataset.outputs(settings.loss),
-        loss=build_loss(settings.loss).of(dataset.train.labels),
-        defense=settings.defense,
-        public=dataset.test.batch(slice(0, 500)).inputs,
-        sample=settings.audit_sample,
-        max_examples=settings.audit_max_examples,
-        seed=settings.seed,
-        done=done,
-        out=Path(settings.out) / LEAKS if settings.out else None,
-        truth=truth,
-    )
 
 
 def tally(counts: dict[str, Any], absent: int = 0) -> dict[str, Any]:

@@ -235,17 +235,15 @@ checked = CheckedGrid
 class MonitoredGrid(CheckedGrid):
     """A checked grid that keeps a run folder: ``strategy.start(grid=monitored(grid, "runs/mine"), ...)``.
 
-    ``gradveil report runs/mine`` draws it: per round and node what leaked (as ``leak_guard`` on the nodes, or
-    ``audited(grid)`` inside this one, measured it), what was refused and why, and what was spent. A node for which a
+    ``gradveil report runs/mine`` draws it: per round and node what leaked (as ``leak_guard`` on the nodes
+    measured it), what was refused and why, and what was spent. A node for which a
     round might cost more than is left of ``budget`` is not asked: its reply is an error. Where that goes for all, the
     weights stay.
 
     Args:
-        grid: the grid that the ServerApp was given, or an audited one.
+        grid: the grid that the ServerApp was given.
         out: the run folder.
-        budget: μ that a record may lose over all rounds; 0: no bound beside those of the nodes.
-        max_psnr: replies whose own leak check says more are refused; 0: no bound beside those of the nodes.
-        delta: at which ε is told.
+        budget: as in ``MonitorSettings``, and ``max_psnr`` and ``delta``; nodes may have bounds of their own.
         resume: go on in a folder that has rounds.
         tensorboard: write event files as well.
         say: gets a line for each round; None: the run's log.
@@ -297,15 +295,14 @@ class MonitoredGrid(CheckedGrid):
         super().round_ended(sent, replies)
         number_ = max(int(number(sent[0], "server-round", 0)), self.monitor.last + 1)
         arrived = {reply.metadata.src_node_id: reply for reply in replies}
-        audit = {row["node"]: row for row in getattr(self._grid, "last_rows", [])}
         for message in sent:
             node = message.metadata.dst_node_id
-            self.monitor.add(number_, self._seen(node, arrived.get(node), audit.get(node, {})))
+            self.monitor.add(number_, self._seen(node, arrived.get(node)))
         self.monitor.end(number_)
         self._why.clear()
         self._leaks.clear()
 
-    def _seen(self, node: int, reply: Message | None, audit: dict[str, Any]) -> NodeReport:
+    def _seen(self, node: int, reply: Message | None) -> NodeReport:
         if reply is None:
             return NodeReport(str(node), False, "no reply")
         if reply.has_error():
@@ -315,17 +312,15 @@ class MonitoredGrid(CheckedGrid):
             return NodeReport(str(node), False, self._why.get(node, word), leak_psnr=self._leaks.get(node))
         said = statement_in(reply) or {}
         leak, floor, checked_ = (number(reply, name, math.nan) for name in LEAK_METRICS)
-        psnr = audit.get("worst-psnr", leak)
         return NodeReport(
             str(node),
             True,
             examples=int(number(reply, "num-examples", 0)) or None,
             defense=shown(said) if said else None,
             noise=_text(said.get("noise")),
-            leak_psnr=None if math.isnan(psnr) or not checked_ else float(psnr),
+            leak_psnr=None if math.isnan(leak) or not checked_ else leak,
             leak_floor=None if math.isnan(floor) else floor,
             leak_checked=None if math.isnan(checked_) else int(checked_),
-            match=audit.get("match"),
             spent=_real(said.get("spent")),
             limit=_real(said.get("limit")),
         )

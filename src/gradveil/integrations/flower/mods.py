@@ -47,7 +47,7 @@ from gradveil.integrations.flower.site import (
     state,
 )
 from gradveil.integrations.leaks import LeakCheck, SeenInputs
-from gradveil.integrations.local_training import is_trained
+from gradveil.modules import is_trained
 from gradveil.privacy.accountant import SIMULATED, Account
 from gradveil.privacy.noise import SecretDraws
 from gradveil.protection.defense import Defense, accounted
@@ -440,7 +440,7 @@ class WeightsGuard:
 weights_guard = WeightsGuard
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LeakGuard(LeakCheck):
     """A mod for ``ClientApp(mods=[leak_guard(...)])``; put it first, so that it sees what really leaves.
 

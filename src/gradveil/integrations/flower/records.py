@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gradveil.errors import MissingExtraError, UpdateError
-from gradveil.integrations.local_training import is_trained
+from gradveil.modules import is_trained
 from gradveil.ranges import Range
 from gradveil.tree import Params
 

@@ -5,47 +5,32 @@ A run config is the settings by other names (``batch-size``).
 
 import dataclasses
 import inspect
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from torch import nn
 
 from gradveil import data as datasets
 from gradveil import models
-from gradveil.auditing.run_folder import CHECKPOINT, ROUNDS, FolderError, RunFolder, read_rows
+from gradveil.auditing.run_folder import CHECKPOINT, ROUNDS, FolderError, RunFolder
 from gradveil.data.base import Dataset
 from gradveil.data.partition import Indices, deal
 from gradveil.errors import DataError, DefenseError, SpecError, did_you_mean
-from gradveil.federated.ledger import Ledger, planned_run, sample_clients
-from gradveil.federated.server import SERVERS, Checkpoint, Memory
+from gradveil.federated.server import SERVERS, Checkpoint, Ledger, Memory, planned_run, sample_clients
 from gradveil.federated.settings import Averaging, Training, only_trained
-from gradveil.files import write_atomically
-from gradveil.integrations.flower.records import arrays_of, lengths, middle, params_of, record_of
 from gradveil.integrations.flower.site import RequiredDefense, settings_of
-from gradveil.integrations.local_training import is_trained
 from gradveil.protection.defense import Defense, accounted, build
 from gradveil.ranges import Count, Positive, Weight, Whole, hints_of, read
 from gradveil.registry import parse
 from gradveil.seeds import Seeds
-from gradveil.tree import Params
 
-SINGLE = (
-    "fedclippedavg",
-    "fedmedian",
-    "fedtrimmedavg",
-    "krum",
-    "multikrum",
-    "bulyan",
-)  # look at each update
+SINGLE = ("fedmedian", "fedtrimmedavg", "krum", "multikrum", "bulyan")  # look at each update
 MODULUS = 2**32  # of the ring in which a secure sum is taken
 NEIGHBOURS = 21  # clients that hold shares of one's keys, itself among them, where there are more (odd)
 
@@ -96,9 +81,6 @@ class FlowerSettings(Averaging):
     strategy: str = "fedavg"  # any of flwr.serverapp.strategy, e.g. fedadam:eta=0.01
     rounds: int = 3
     seed: int = 0
-    audit: str = ""  # attack a sample of the updates in each round with this; empty: no audit
-    audit_sample: int = 1
-    audit_max_examples: int = 16  # an update of more examples is not attacked
     secure_aggregation: bool = False  # SecAgg+: the server sees the sum of a round's updates only
     lost: float = 0.0  # share of a round's clients that may drop out of a secure sum; with fewer it is not released
     max_change: Weight = 10.0  # times a round's median change of the weights that one reply's may be; 0: no bound
@@ -131,8 +113,6 @@ class FlowerSettings(Averaging):
     def _check_secure(self) -> None:
         """Raise where a sum of all updates is not what the run asks for."""
         Cohort(self.clients, self.lost)
-        if self.audit:
-            raise SpecError("Under secure aggregation the server sees no single update to audit. Leave audit out.")
         if (name := parse(self.strategy).name) in SINGLE:
             raise SpecError(f"{name} compares single updates, and under secure aggregation there is only their sum.")
 
@@ -203,53 +183,6 @@ def build_model(settings: FlowerSettings, dataset: Dataset) -> nn.Module:
     return only_trained(model, settings.trains)
 
 
-class FedClippedAvg(flower.FedAvg):  # type: ignore[misc]
-    """The mean of changes that are cut to the round's median length (norm bounding, Sun et al. 2019).
-
-    No client moves the model further than a usual one, however far off it is; in which direction is left to it.
-    Running statistics are cut in the same way, by themselves.
-    """
-
-    def __init__(self, times: float = 1.0, **settings: Any) -> None:
-        if not 0 < times < math.inf:
-            raise ValueError(f"times={times:g}: how many times the median a change may be long; above 0")
-        super().__init__(**settings)
-        self.times = times
-        self._before: Params = {}
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        self._before = params_of(arrays)
-        sent: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
-        return sent
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the changes, none of them longer than the median allows."""
-        arrived = list(replies)
-        good = [reply for reply in arrived if not reply.has_error()]
-        found = [lengths(self._before, params_of(arrays_of(reply)[1])) for reply in good]
-        limits = [self.times * middle(some) for some in zip(*found, strict=True)]
-        for reply, own in zip(good, found, strict=True):
-            parts = [1.0 if have <= limit else limit / have for have, limit in zip(own, limits, strict=True)]
-            if min(parts) < 1:
-                self._shorten(reply, parts)
-        result: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(server_round, arrived)
-        return result
-
-    def _shorten(self, reply: Message, parts: list[float]) -> None:
-        key, record = arrays_of(reply)
-        state = params_of(record)
-        for name, old in self._before.items():
-            if old.is_floating_point():
-                part = parts[not is_trained(name, old)]
-                change = part * (state[name].double() - old.double())
-                state[name] = (old.double() + change).to(state[name].dtype)
-        reply.content[key] = record_of(state)
-
-
 # those that work on any model's weights; users of the others write their own ServerApp
 STRATEGIES: dict[str, Any] = {
     name.lower(): getattr(flower, name)
@@ -257,7 +190,7 @@ STRATEGIES: dict[str, Any] = {
         "FedAvg", "FedAvgM", "FedProx", "FedAdam", "FedAdagrad", "FedYogi",
         "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan",
     )
-} | {"fedclippedavg": FedClippedAvg}  # fmt: skip
+}  # fmt: skip
 
 
 def build_strategy(spec: str, clients: int | None = None) -> flower.Strategy:
@@ -302,7 +235,6 @@ def _check_cohort(built: flower.Strategy, clients: int) -> None:
 
 
 ENGINE = "flower"  # what a checkpoint's notes call it
-LEAKS = "leaks.jsonl"  # what an audit found in each round
 BY_NAME, IN_ORDER = ("m_t", "v_t"), ("momentum_vector",)  # what Flower's strategies remember from round to round
 
 
@@ -318,59 +250,36 @@ def last_checkpoint(folder: RunFolder, resume: bool) -> Checkpoint | None:
         raise DataError(f"{path} is not of a run on Flower. Continue it with the --engine that it had.")
     last = found.round if found else 0
     folder.keep_rounds(last)
-    leaks = folder.path / LEAKS
-    if leaks.exists():
-        kept = [json.dumps(row) + "\n" for row in read_rows(leaks, {"round": int}) if row["round"] <= last]
-        write_atomically(leaks, "".join(kept).encode())
     if last and [row["round"] for row in folder.rounds][-1:] != [last]:
         raise FolderError(f"{path} is of round {last}, and {ROUNDS} has no such round. Choose another --out.")
     return found
 
 
-class Continued(flower.Strategy):  # type: ignore[misc]
-    """A strategy that has some rounds behind it: it is told the numbers of the whole run, and what it remembered."""
+def carry_on(strategy: flower.Strategy, start: Checkpoint | None, names: Iterable[str]) -> int:
+    """Tell a strategy of the rounds behind it, so that it counts on and remembers; return how many these are."""
+    if start is None:
+        return 0
+    for kind in (*BY_NAME, *IN_ORDER):
+        if kind in start.memory:
+            arrays = {name: start.memory[kind][name].numpy() for name in names}
+            setattr(strategy, kind, list(arrays.values()) if kind in IN_ORDER else arrays)
+    for act in ("configure_train", "aggregate_train"):
+        setattr(strategy, act, partial(_later, getattr(strategy, act), start.round))
+    return start.round
 
-    def __init__(self, strategy: flower.Strategy, start: Checkpoint | None, names: Iterable[str]) -> None:
-        self._strategy, self.done, self._names = strategy, 0 if start is None else start.round, list(names)
-        for kind in (*BY_NAME, *IN_ORDER):
-            if start is not None and kind in start.memory:
-                arrays = {name: start.memory[kind][name].numpy() for name in self._names}
-                setattr(strategy, kind, list(arrays.values()) if kind in IN_ORDER else arrays)
 
-    @property
-    def memory(self) -> Memory:
-        """What the strategy remembers, by the names of the model's tensors."""
-        found: Memory = {}
-        for kind in (*BY_NAME, *IN_ORDER):
-            if (kept := getattr(self._strategy, kind, None)) is not None:
-                by_name = dict(zip(self._names, kept, strict=True)) if kind in IN_ORDER else kept
-                found[kind] = {name: torch.from_numpy(np.array(value)) for name, value in by_name.items()}
-        return found
+def _later(act: Callable[..., Any], done: int, server_round: int, *given: Any) -> Any:
+    return act(done + server_round, *given)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        sent: Iterable[Message] = self._strategy.configure_train(self.done + server_round, arrays, config, grid)
-        return sent
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Make one model of the replies."""
-        made: tuple[Any, Any] = self._strategy.aggregate_train(self.done + server_round, replies)
-        return made
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        sent: Iterable[Message] = self._strategy.configure_evaluate(self.done + server_round, arrays, config, grid)
-        return sent
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self._strategy.aggregate_evaluate(self.done + server_round, replies)
-
-    def summary(self) -> None:
-        self._strategy.summary()
+def memory_of(strategy: flower.Strategy, names: Iterable[str]) -> Memory:
+    """Return what a strategy remembers, by the names of the model's tensors."""
+    found: Memory = {}
+    for kind in (*BY_NAME, *IN_ORDER):
+        if (kept := getattr(strategy, kind, None)) is not None:
+            by_name = dict(zip(names, kept, strict=True)) if kind in IN_ORDER else kept
+            found[kind] = {name: torch.from_numpy(np.array(value)) for name, value in by_name.items()}
+    return found
 
 
 # the settings of gradveil's own server rules -> Flower's names for them

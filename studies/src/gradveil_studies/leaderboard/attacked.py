@@ -15,7 +15,7 @@ from gradveil.data.base import Dataset, Split
 from gradveil.data.partition import Indices, partition
 from gradveil.defenses.veil import Veil
 from gradveil.federated.client import step_gradient
-from gradveil.federated.ledger import planned_run
+from gradveil.federated.server import planned_run
 from gradveil.federated.settings import Local
 from gradveil.models import build as build_model
 from gradveil.models import fit_to_public

@@ -16,7 +16,7 @@ from gradveil.data.partition import Indices, partition
 from gradveil.errors import DataError
 from gradveil.federated.client import shuffled
 from gradveil.federated.engines import draws_of
-from gradveil.federated.ledger import sample_clients
+from gradveil.federated.server import sample_clients
 from gradveil.federated.settings import Training
 from gradveil.federated.simulate import round_jobs
 from gradveil.ranges import Positive, Weight, Whole

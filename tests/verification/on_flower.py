@@ -1,4 +1,4 @@
-"""``verify`` on Flower: gradveil's own ClientApp as the nodes run it, message by message, each trial a node."""
+"""gradveil's own ClientApp under ``verify``, as the nodes run it: message by message, each trial a node."""
 
 import copy
 from collections.abc import Iterator
