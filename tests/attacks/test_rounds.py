@@ -11,7 +11,7 @@ import gradveil
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.newton import Newton
 from gradveil.attacks.rounds import SentRounds, pooled
-from gradveil.attacks.search.equations import Equations, Prior, StackedEquations, normal_equations, stack
+from gradveil.attacks.search.equations import Equations, Prior, normal_equations, stack
 from gradveil.attacks.search.update_equations import Guess, update_rows
 from gradveil.errors import AttackError
 from gradveil.threats.meter import bayes_mse, equations, information
@@ -125,13 +125,12 @@ def test_labels_are_read_off_all_rounds() -> None:
     assert with_labels([patient(wrong, *rounds[1:])], [seeded()])[0].labels == TRUTH.labels
 
 
-def systems() -> tuple[StackedEquations, list[Equations], Tensor]:
+def systems() -> tuple[Equations, list[Equations], Tensor]:
     rounds = [seen_at(network(k), 0.1, k, labels=TRUTH.labels) for k in range(2)]
     prior = Prior.of(rounds[0], 2 * CLASSES, torch.device("cpu"))
     alone = replace(prior, extra=CLASSES)
     parts = [update_rows([s], [Guess.of(s, alone, seeded())], alone) for s in rounds]
     rows = stack(parts, prior.pixels, [CLASSES, CLASSES])
-    assert isinstance(rows, StackedEquations)
     return rows, parts, prior.center()[None] + 0.1 * torch.rand(1, 24, generator=seeded(8)).double()
 
 

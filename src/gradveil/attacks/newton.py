@@ -20,7 +20,7 @@ from gradveil.attacks.base import (
 )
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import pooled
-from gradveil.attacks.search.equations import Prior, Rows, refuse_recurrent, stack
+from gradveil.attacks.search.equations import Equations, Prior, refuse_recurrent, stack
 from gradveil.attacks.search.gauss_newton import WIDEST, BestStarts, DenseStep, Descent, MatrixFree, Solver
 from gradveil.attacks.search.update_equations import Guess, free_of, known_bias, update_rows
 from gradveil.ranges import Count, Positive, Whole
@@ -96,7 +96,7 @@ class Newton(Attack):
             best = solver.best(rows, starts, together=max(1, int(MEMORY / each)))
         return Solved(prior, guesses[0], rows, best)
 
-    def _bytes_each(self, rows: Rows, starts: Tensor) -> float:
+    def _bytes_each(self, rows: Equations, starts: Tensor) -> float:
         """Return what one problem takes at a step that does not write the Jacobian out, measured on one."""
         if starts.shape[0] * starts.shape[1] == 1 or rows.seen.shape[1] <= LITTLE:
             return 8.0 * 40 * rows.seen.shape[1]
@@ -133,7 +133,7 @@ class Solved:
 
     prior: Prior
     guesses: Sequence[Guess]  # of the targets
-    rows: Rows
+    rows: Equations
     best: BestStarts
 
 

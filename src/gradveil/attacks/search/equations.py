@@ -3,10 +3,10 @@
 Kinks of ReLU-like calls are rounded over a width in units of the spread of their input.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -272,82 +272,33 @@ def input_equations(
     return Equations(model, one, (), scales, seen, weights, noise, level.expand_as(seen))
 
 
-@dataclass(frozen=True)
-class StackedEquations:
-    """Each round's unknowns are the examples, which all share, and numbers of its own behind them."""
-
-    parts: tuple[Equations, ...]
-    places: tuple[Tensor, ...]  # of each part's unknowns among all n
-
-    @cached_property
-    def seen(self) -> Tensor:
-        return torch.cat([part.seen for part in self.parts], 1)
-
-    @cached_property
-    def weights(self) -> Tensor:
-        return torch.cat([part.weights for part in self.parts], 1)
-
-    @cached_property
-    def noise(self) -> Tensor:
-        return torch.cat([part.noise for part in self.parts], 1)
-
-    @cached_property
-    def rms(self) -> Tensor:
-        return torch.cat([part.rms for part in self.parts], 1)
-
-    def take(self, index: Tensor) -> "StackedEquations":
-        return replace(self, parts=tuple(part.take(index) for part in self.parts))
-
-    def residual(self, z: Tensor, width: Tensor | None) -> Tensor:
-        return torch.cat([part.residual(z[:, place], width) for part, place in self.each()], 1)
-
-    def pull(self, z: Tensor, u: Tensor, width: Tensor) -> Tensor:
-        each = zip(self.each(), self.split(u), strict=True)
-        return self._sum(z, [part.pull(z[:, place], piece, width) for (part, place), piece in each])
-
-    def curvature(self, z: Tensor, weights: Tensor, width: Tensor) -> Push:
-        each = zip(self.each(), self.split(weights), strict=True)
-        curved = [part.curvature(z[:, place], piece, width) for (part, place), piece in each]
-        return lambda v: self._sum(z, [one(v[:, at]) for one, at in zip(curved, self.places, strict=True)])
-
-    def each(self) -> Iterator[tuple[Equations, Tensor]]:
-        return zip(self.parts, self.places, strict=True)
-
-    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(rows, [part.seen.shape[1] for part in self.parts], 1)
-
-    def _sum(self, z: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        total = torch.zeros_like(z)
-        for part, place in zip(parts, self.places, strict=True):
-            total.index_add_(1, place, part)
-        return total
-
-
-Rows = Equations | StackedEquations
-
-
-def normal_equations(rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+def normal_equations(
+    rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return Kᵀ V⁻¹ K (b, n, n) and Kᵀ V⁻¹ residual (b, n)."""
-    if isinstance(rows, Equations):
-        root = weights.sqrt()[:, None]
-        scaled = rows.jacobian(x, width) * root  # (b, n, R)
-        return scaled @ scaled.mT, (scaled @ (root * residual[:, None]).mT)[..., 0]
-    normal, slope = x.new_zeros(*x.shape, x.shape[1]), torch.zeros_like(x)
-    pieces = zip(rows.split(residual), rows.split(weights), strict=True)
-    for (part, place), (left, weight) in zip(rows.each(), pieces, strict=True):
-        h, g = normal_equations(part, x[:, place], left, weight, width)
-        normal[:, place[:, None], place] += h
-        slope[:, place] += g
-    return normal, slope
+    root = weights.sqrt()[:, None]
+    scaled = rows.jacobian(x, width) * root  # (b, n, R)
+    return scaled @ scaled.mT, (scaled @ (root * residual[:, None]).mT)[..., 0]
 
 
-def stack(parts: Sequence[Equations], pixels: int, own: Sequence[int]) -> Rows:
-    """Return the equations of all rounds: unknowns of the examples first, then ``own`` many of each round."""
+def stack(parts: Sequence[Equations], pixels: int, own: Sequence[int]) -> Equations:
+    """Return the equations of all rounds below one another: unknowns of the examples, then ``own`` of each round."""
     if len(parts) == 1:
         return parts[0]
-    device, places, first = parts[0].seen.device, [], pixels
-    for count in own:
-        behind = torch.arange(first, first + count, device=device)
-        places.append(torch.cat([torch.arange(pixels, device=device), behind]))
-        first += count
-    return StackedEquations(tuple(parts), tuple(places))
+    first, every = parts[0], torch.arange(pixels + sum(own), device=parts[0].seen.device)
+    places = [torch.cat([every[:pixels], mine]) for mine in every[pixels:].split(list(own))]
+    kinks = [part.scales.shape[1] for part in parts]
+
+    def one(z: Tensor, *more: Any) -> Tensor:
+        *given, widths, smooth = more
+        found, left = [], iter(given)
+        for part, place, mine in zip(parts, places, widths.split(kinks), strict=True):
+            with nullcontext() if part.model is first.model else quiet(part.model):
+                found.append(part.one(z[place], *islice(left, len(part.given)), mine, smooth))
+        return torch.cat(found)
+
+    whole: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], 1)
+        for name in ("scales", "seen", "weights", "noise", "rms")
+    }
+    return replace(first, one=one, given=tuple(value for part in parts for value in part.given), **whole)

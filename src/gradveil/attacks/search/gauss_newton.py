@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import pace
-from gradveil.attacks.search.equations import TOGETHER, Prior, Rows, normal_equations
+from gradveil.attacks.search.equations import TOGETHER, Equations, Prior, normal_equations
 
 LOOK = 10  # iterations between looks at whether all are done, on a GPU, where each makes the host wait
 
@@ -73,7 +73,7 @@ class DenseStep:
     prior: Prior
 
     def __call__(
-        self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+        self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return damping (B,) -> step (B, n); ``weights`` (B, R) are those of the squared residuals."""
         precision = self.prior.precision()
@@ -101,7 +101,7 @@ class MatrixFree:
     tolerance: float = 1e-3  # of the residual of the linear system
 
     def __call__(
-        self, rows: Rows, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
+        self, rows: Equations, x: Tensor, residual: Tensor, weights: Tensor, width: Tensor
     ) -> Callable[[Tensor], Tensor]:
         fall = rows.pull(x, weights * residual, width) + self.prior.precise(x - self.prior.center())
         curved = rows.curvature(x, weights, width)
@@ -158,7 +158,7 @@ class BestStarts:
     late: Tensor  # (B,) bool: the time was over before all starts were done
 
 
-Direction = Callable[[Rows, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
+Direction = Callable[[Equations, Tensor, Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Solver:
     direction: Direction  # dense or matrix-free
     entries: slice | Tensor  # which rows are of an update: in these known noise can drown the floor
 
-    def solve(self, rows: Rows, start: Tensor) -> State:
+    def solve(self, rows: Equations, start: Tensor) -> State:
         """Return the final state from ``start`` (B, n)."""
         b = len(start)
         first = self._reached(rows, start, start.new_full((b,), WIDEST)).mul(self.schedule.slowest)
@@ -191,7 +191,7 @@ class Solver:
                 break
         return state
 
-    def best(self, rows: Rows, starts: Tensor, together: int | None = None) -> BestStarts:
+    def best(self, rows: Equations, starts: Tensor, together: int | None = None) -> BestStarts:
         """Return the best of each problem's ``starts`` (B, r, n), so many solved together at most."""
         problems, count = torch.arange(len(starts), device=starts.device), starts.shape[1]
         which, all_starts = problems.repeat_interleave(count), starts.flatten(0, 1)
@@ -208,13 +208,13 @@ class Solver:
         point = torch.cat([state.best for state in parts]).reshape(starts.shape)[pick]
         return BestStarts(point, objective[pick], steps[pick], floor[pick], steps.sum(1), ~done.all(1))
 
-    def objective(self, rows: Rows, x: Tensor) -> Tensor:
+    def objective(self, rows: Equations, x: Tensor) -> Tensor:
         """Return half the MAP objective per row (B,), at the last floor, with the kinks as they are."""
         residual = rows.residual(x, None)
         value = self._cost(rows, residual, x, self._variance(rows, x.new_full((len(x),), self.schedule.last)))
         return torch.where(value.isfinite(), value / 2 / residual.shape[1], torch.inf)
 
-    def _step(self, rows: Rows, state: State, live: Tensor) -> None:
+    def _step(self, rows: Equations, state: State, live: Tensor) -> None:
         x, floor = state.x[live], state.floor[live]
         width = floor.clamp_max(WIDEST)
         residual = rows.residual(x, width)
@@ -233,7 +233,7 @@ class Solver:
 
     def _try(
         self,
-        rows: Rows,
+        rows: Equations,
         x: Tensor,
         before: Tensor,
         variance: Tensor,
@@ -252,7 +252,7 @@ class Solver:
             damping = torch.where(after < before, damping, 10 * damping)
         return moved, after
 
-    def _end_stage(self, rows: Rows, state: State, index: Tensor, ended: Tensor) -> None:
+    def _end_stage(self, rows: Equations, state: State, index: Tensor, ended: Tensor) -> None:
         """Keep the point if it is the best so far, and lower the floor to what the residual allows."""
         if not len(index):
             return
@@ -267,7 +267,7 @@ class Solver:
         state.floor[index] = lowered.clamp_min(self.schedule.last)
         state.age[index] = 0
 
-    def _keep_better(self, rows: Rows, state: State, index: Tensor) -> None:
+    def _keep_better(self, rows: Equations, state: State, index: Tensor) -> None:
         if not len(index):
             return
         x = state.x[index]
@@ -276,15 +276,15 @@ class Solver:
         state.best[index] = torch.where(better[:, None], x, state.best[index])
         state.objective[index] = torch.minimum(objective, state.objective[index])
 
-    def _reached(self, rows: Rows, x: Tensor, width: Tensor) -> Tensor:
+    def _reached(self, rows: Equations, x: Tensor, width: Tensor) -> Tensor:
         """Return the root mean square (B,) of the residual, relative to each tensor's own and the known noise."""
         relative = rows.residual(x, width).square() / (rows.rms.square() + rows.noise.square()) * rows.weights
         return relative.sum(1).div(rows.weights.sum(1)).sqrt()
 
-    def _variance(self, rows: Rows, floor: Tensor) -> Tensor:
+    def _variance(self, rows: Equations, floor: Tensor) -> Tensor:
         return rows.noise.square() + (floor[:, None] * rows.rms).square()  # (B, R)
 
-    def _cost(self, rows: Rows, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
+    def _cost(self, rows: Equations, residual: Tensor, x: Tensor, variance: Tensor) -> Tensor:
         away = x - self.prior.center()
         surprise = (away * self.prior.precise(away)).sum(1)
         return (rows.weights * residual.square() / variance).sum(1) + surprise
