@@ -71,11 +71,8 @@ def test_the_figures_are_those_of_the_dense_jacobian(small: nn.Module, truth: Ba
     fisher = k.T @ k / 0.02**2
     expected = torch.linalg.inv(fisher + torch.linalg.inv(prior.covariance().double())).trace() / 25
     assert leak.mse == pytest.approx(float(expected), rel=1e-6)
-    torch.testing.assert_close(leak.singular_values, torch.linalg.svdvals(k))
     assert leak.rank == 25
     assert leak.influence == pytest.approx(float(0.02**2 * torch.linalg.inv(k.T @ k).trace() / 25), rel=1e-6)
-    assert leak.influence_floor is not None
-    assert leak.influence_floor <= leak.influence
     assert leak.mse < leak.influence
     assert leak.mse < leak.prior_mse
     assert leak.prior_mse == pytest.approx(float(prior.covariance().trace() / 25), rel=1e-6)

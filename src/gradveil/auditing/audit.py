@@ -116,20 +116,23 @@ def audit(
         raise SpecError("An audit needs at least one attack, e.g. newton.")
     defended = {_text(d): d for d in (base.defenses if defenses is None else defenses)}
     attacked = {_text(a): a for a in (base.attacks if attacks is None else attacks)}
-    source, network = dataset or base.dataset, model or base.model
-    chosen = replace(
-        base, dataset=_text(source), defenses=tuple(defended), attacks=tuple(attacked),
-        tiers=tuple(tiers or base.tiers or _begun_with(out if resume else None) or (GATED if attacked else TIERS)),
-    )  # fmt: skip
-    began = pace.clock()
-    with pace.Limit(pace.seconds_of(chosen.minutes)), one_thread(is_busy()):
-        data = load_dataset(source, chosen.data)
-        network = network or data.default_model
-        chosen = replace(chosen, model=_text(network), loss=data.fitting_loss(chosen.loss))
-        if data.modality.last and defenses is None:  # ids have no derivative, which some defences and servers need
-            defended = {d: d for d in base.defenses if base.defenses != DEFENSES or not d.startswith("representation")}
-            kept = tuple(tiers or base.tiers or (OF_TEXT if not (resume or attacked) else chosen.tiers))
-            chosen = replace(chosen, defenses=tuple(defended), tiers=kept)
+    source, began = dataset or base.dataset, pace.clock()
+    with pace.Limit(pace.seconds_of(base.minutes)), one_thread(is_busy()):
+        data = load_dataset(source, base.data)
+        network = model or base.model or data.default_model
+        has_ids = bool(data.modality.last) and defenses is None  # which some defences and servers cannot differentiate
+        if has_ids and base.defenses == DEFENSES:
+            defended = {d: d for d in DEFENSES if not d.startswith("representation")}
+        usual = GATED if attacked else OF_TEXT if has_ids and not resume else TIERS
+        chosen = replace(
+            base,
+            dataset=_text(source),
+            model=_text(network),
+            loss=data.fitting_loss(base.loss),
+            defenses=tuple(defended),
+            attacks=tuple(attacked),
+            tiers=tuple(tiers or base.tiers or _begun_with(out if resume else None) or usual),
+        )
         built = fitting_model(network, data, chosen.loss, chosen.seed, chosen.trains)
         if chosen.weights is not None:
             built = copy.deepcopy(built)

@@ -105,8 +105,8 @@ def train(
     config = replace(with_model(config, dataset), loss=dataset.fitting_loss(config.loss))
     seeds = Seeds(config.seed)
     clients = deal(dataset, config.partition, seeds("partition"))
-    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(find_device(config.device))
-    public = public_records(dataset, clients, seeds, FIT)
+    public, device = public_records(dataset, clients, seeds, FIT), find_device(config.device)
+    model = fitting_model(config.model, dataset, config.loss, config.seed, config.trains).to(device)
     fit_to_public(model, dataset.train.batch(public).inputs if len(public) else None)
     rehearsed = None
     if wanted:

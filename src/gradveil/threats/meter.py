@@ -206,9 +206,7 @@ class Leak:
     unknowns: int
     low: float | None = None  # where ``mse`` is an estimate by probes: at 95 % the true figure is at least this
     rank: int | None = None  # of K; None where only products with K were formed
-    singular_values: Tensor | None = None  # of K, falling
     influence: float | None = None  # mean squared error of the least-squares server, no prior; inf below full rank
-    influence_floor: float | None = None  # a lower bound of it that needs no inverse
     how: str = ""
     at_floor: bool = False  # it hangs on the floor that stands for noise: there is no such limit, and it says nothing
     assumptions: tuple[str, ...] = ASSUMPTIONS
@@ -275,8 +273,7 @@ def _exact(system: SeenNumbers, jacobian: Tensor, prior: GaussianPrior, before: 
     # Kᵀ n along each singular direction has this variance:
     pushed = (system.noise[:, None] * (jacobian @ turned.T)).square().sum(0)
     influence = float((pushed / sizes**4).sum() / n) if rank == n else float("inf")
-    floor = float(pushed.sum() / sizes[0].clamp_min(1e-300) ** 4 / n)
     how = f"exact Jacobian, {len(jacobian)} numbers seen for {n} unknowns"
     lower = jacobian / system.floored(LESS).noise[:, None]
     at_floor = bayes_mse(lower.T @ lower, prior) < HALF * mse
-    return Leak(mse, before, n, None, rank, sizes, influence, floor, how, at_floor)
+    return Leak(mse, before, n, None, rank, influence, how, at_floor)

@@ -202,6 +202,7 @@ class AuditSetup:
     truth: Batch  # the images under attack
     public: Public
     seeds: Seeds
+    num_classes: int  # or numbers in a target
     probes: dict[str, Probed] = field(default_factory=dict)  # by defence, as far as they were made
     _acting: dict[tuple[str, int], tuple[nn.Module, Defense]] = field(default_factory=dict)  # by defence and model
 
@@ -233,11 +234,6 @@ class AuditSetup:
     def held_by(self, victim: int) -> Batch:
         """Return the examples that one attacked client holds."""
         return self.truth[victim * self.config.examples : (victim + 1) * self.config.examples]
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes there are, or numbers in a target."""
-        return self.dataset.outputs(self.config.loss)
 
     def countermeasures(self, defense: str, model: nn.Module) -> tuple[Countermeasure, ...]:
         """Return what a server that knows this defence does; nothing where there is nothing to undo."""
@@ -293,7 +289,8 @@ def build_setup(
         asked = f"{config.images} {dataset.modality.many} were asked for"
         raise DataError(f"{asked} and {dataset.name} has {most} to train on.")
     truth = dataset.train.sample(config.images, seeds("images"))
-    scene = AuditSetup(config, dataset, model.to(device), defenses, attacks, clients, truth, public, seeds)
+    known = truth, public, seeds, dataset.outputs(config.loss)
+    scene = AuditSetup(config, dataset, model.to(device), defenses, attacks, clients, *known)
     for name in defenses:
         _try_defense(scene, scene.acting(name, scene.model))
     return scene
