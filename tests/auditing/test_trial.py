@@ -32,8 +32,9 @@ def scene() -> AuditSetup:
 
 @pytest.fixture(scope="module")
 def found(scene: AuditSetup) -> list[Target]:
-    looks = [Snapshot("first", 1, "start", scene.model), Snapshot("last", 6, "none", scene.model)]
-    looks.append(Snapshot("last", 6, MASK, build("lenet:strides=2/1", scene.dataset.input_shape, 10, seed=1)))
+    lr = scene.config.lr_of(1)
+    looks = [Snapshot("first", 1, "start", scene.model, lr), Snapshot("last", 6, "none", scene.model, lr)]
+    looks.append(Snapshot("last", 6, MASK, build("lenet:strides=2/1", scene.dataset.input_shape, 10, seed=1), lr))
     return [p for part in panel(scene, looks).values() for p in part]
 
 
@@ -90,7 +91,7 @@ def test_a_list_is_held_against_what_no_draw_of_the_client_changes(scene: AuditS
     config = replace(scene.config, images=8, examples=4, tiers=("oblivious", "adaptive", "informed"))
     rounding = {"qsgd": build_defense("qsgd:levels=1,norm=max")}
     own = build_setup(config, scene.dataset, scene.model, rounding, {"newton": "newton"})
-    listed = panel(own, [Snapshot("first", 1, "start", own.model)])["candidates"]
+    listed = panel(own, [Snapshot("first", 1, "start", own.model, own.config.lr_of(1))])["candidates"]
     servers = {(p.defense, p.server.name) for p in listed}
     assert servers == {("none", "candidates"), ("qsgd", "candidates"), ("qsgd", "fingerprint")}
     trials = [ClientUpdates(own).trial(p) for p in listed if p.server.name == "fingerprint"]
@@ -200,7 +201,7 @@ def test_a_server_has_what_its_tier_has_and_no_more(
 def test_a_client_is_fished_for_a_class_that_it_has(scene: AuditSetup) -> None:
     """By what the server reads off the client's honest update; so the control of clients of one example succeeds."""
     observed = ClientUpdates(replace(scene, config=replace(scene.config, tiers=("malicious",))))
-    looks, refused = plant(observed, Snapshot("first", 1, "start", scene.model))
+    looks, refused = plant(observed, Snapshot("first", 1, "start", scene.model, scene.config.lr_of(1)))
     trials = [observed.trial(t) for t in panel(observed.scene, looks)["fishing"]]
     assert Counter(trial.about["defense"] for trial in trials) == {"none": 3, MASK: 3}
     assert {row["attack"] for row in refused} == {"trap"}
@@ -213,7 +214,7 @@ def test_of_a_batch_the_example_that_was_fished_is_measured_and_the_control_succ
     data, config = scene.dataset, replace(scene.config, tiers=("malicious",), images=16, examples=8)
     batches = build_setup(config, data, scene.model, {MASK: RandomMask()}, {"newton": "newton"})
     observed = ClientUpdates(batches)
-    looks, _ = plant(observed, Snapshot("first", 1, "start", scene.model))
+    looks, _ = plant(observed, Snapshot("first", 1, "start", scene.model, scene.config.lr_of(1)))
     trials = [observed.trial(t) for t in panel(batches, looks)["fishing"] if t.defense == "none"]
     rows, _ = attack_rows(trials, attempt(trials), batches.public)
     assert len(rows) == 2  # one for each client

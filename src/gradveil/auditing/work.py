@@ -238,7 +238,9 @@ def last_snapshots(
                 if (told := from_defense(error)) is error:
                     raise
                 if not store.done(f"crash/{defense}"):
-                    about = Target(Snapshot("last", rounds, defense, scene.model), defense, oblivious(), "training", 0)
+                    about = Target(
+                        Snapshot("last", rounds, defense, scene.model, 0.0), defense, oblivious(), "training", 0
+                    )
                     store.add(f"crash/{defense}", [{"kind": "skip", **about.about, "why": str(told)}])
                 done += rounds
                 continue
@@ -247,7 +249,7 @@ def last_snapshots(
         if rounds > 1:
             restored = copy.deepcopy(scene.model)
             restored.load_state_dict({name: torch.from_numpy(value) for name, value in store.arrays(unit).items()})
-            yield Snapshot("last", rounds, defense, restored)
+            yield Snapshot("last", rounds, defense, restored, scene.config.lr_of(rounds))
     progress("training", done, total)
 
 

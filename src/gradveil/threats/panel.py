@@ -113,13 +113,14 @@ class Snapshot:
     round_number: int
     weights: str  # "start", or the defence it was trained under
     model: nn.Module
+    lr: float  # of its clients' local steps
     planted: str = ""  # the attack of a malicious server that made this model
     clients: frozenset[tuple[str, int]] | None = None  # by defence and number, that get this model; None: all
 
 
 def first_snapshot(scene: AuditSetup) -> Snapshot:
     """Return the model that clients receive in the first round."""
-    return Snapshot("first", 1, "start", scene.model)
+    return Snapshot("first", 1, "start", scene.model, scene.config.lr_of(1))
 
 
 @dataclass(frozen=True)
@@ -322,10 +323,9 @@ class ClientUpdates:
         acting = scene.acting(target.defense, look.model)
         key = (look.round, look.weights, look.planted, target.defense, target.victim)
         made = Client(acting.for_server()) if by_server else self._devices.setdefault(key, Client(acting))
-        lr, prior = scene.config.lr_of(look.round_number), scene.public.prior
-        rest = (lr, False, (0.0, 1.0), scene.config, scene.dataset.modality)
+        known = rng, scene.num_classes, scene.public.prior, look.lr
         with made.running() as defense:
-            return observe(look.model, batch, defense, rng, scene.num_classes, prior, *rest)
+            return observe(look.model, batch, defense, *known, local=scene.config, modality=scene.dataset.modality)
 
 
 LARGEST, FEWEST = 2 * 10**7, 64  # weights that are planted in limited time, at most; and rows, at least
