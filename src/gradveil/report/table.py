@@ -11,8 +11,8 @@ from rich.text import Text
 from gradveil.auditing.run_folder import Row
 from gradveil.metrics import short
 from gradveil.modalities import IMAGE, Metric, Modality
-from gradveil.threats.rows import OBLIVIOUS, PROVED, Floor, Line, beaten_by, beaten_figures, figure_name
-from gradveil.threats.verdict import BEYOND, DIAGNOSTIC, Verdict, badges, score_text, server_name
+from gradveil.threats.rows import PROVED, Floor, Line, beaten_by, beaten_figures, figure_name
+from gradveil.threats.verdict import BEYOND, DIAGNOSTIC, Verdict, badges, by, score_text, server_name
 
 NUM_TEXTS = 4  # columns of text before the numbers
 
@@ -73,16 +73,12 @@ def says(line: Line, modality: Modality) -> str:
     return f"{'Control: ' if is_control else ''}{badges(modality)[line.grade]}."
 
 
-CERTIFICATE_HEAD = ("defence", "figure", "MSE at least", "proved", "says")
-
-
 @dataclass(frozen=True)
 class CertificateTable:
     """The table and the sentences under it."""
 
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    assumptions: list[tuple[str, list[str]]]  # figure -> sentences
+    rows: Sequence[tuple[str, ...]]  # defence, figure, the least MSE, whether it is proved, what it says
+    assumptions: dict[str, list[str]]  # figure -> sentences
 
 
 def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
@@ -98,30 +94,19 @@ def certificate_table(rows: Sequence[Row]) -> CertificateTable | None:
         known = assumptions.setdefault(figure_name(row), [])
         known += [text for text in row["assumptions"] if text not in known]
     beaten = {id(row): line for row, line in beaten_figures(rows)}
-    cells = [_cells(row, beaten.get(id(row))) for row in chosen]
-    return CertificateTable(
-        CERTIFICATE_HEAD, cells, [(figure, texts) for figure, texts in assumptions.items() if texts]
-    )
+    return CertificateTable([_cells(row, beaten.get(id(row))) for row in chosen], assumptions)
 
 
 def _cells(row: Row, beaten: Line | None) -> tuple[str, ...]:
     """Return a line of the table; a figure that an attack beat is not shown as one."""
-    if beaten is None:
-        return row["defense"], _name(row), _mse(row), _proved(row), row["says"]
-    speaks_of_all = row["kind"] == "meter" or row["certificate"] in PROVED
-    says = f"Does not hold on these examples: {beaten_by(row, beaten)}." if speaks_of_all else (
-        f"Limits only servers that need the perturbed representation: {beaten_by(row, beaten)} without it."
-    )  # fmt: skip
-    return row["defense"], _name(row), "–", "beaten", says
-
-
-def _name(row: Row) -> str:
     where = row["server"] if row["kind"] == "meter" else row["layer"]
-    return f"{figure_name(row)} ({where})" if where else figure_name(row)
-
-
-def _mse(row: Row) -> str:
-    return "–" if row["mse"] is None else short(row["mse"])
+    name = f"{figure_name(row)} ({where})" if where else figure_name(row)
+    if beaten is None:
+        return row["defense"], name, "–" if row["mse"] is None else short(row["mse"]), _proved(row), row["says"]
+    says = f"Limits only servers that need the perturbed representation: {beaten_by(row, beaten)} without it."
+    if row["kind"] == "meter" or row["certificate"] in PROVED:  # it speaks of every server
+        says = f"Does not hold on these examples: {beaten_by(row, beaten)}."
+    return row["defense"], name, "–", "beaten", says
 
 
 def _proved(row: Row) -> str:
@@ -177,11 +162,9 @@ def _spec(defense: str) -> Text:
 def _cell(line: Line | None, modality: Modality) -> Text:
     if line is None:
         return Text("–")
-    attack = line.attack.partition(":")[0]
-    by = attack if line.server in (OBLIVIOUS, attack) else f"{line.server} + {attack}"
     if not line.counts:
-        return Text(f"void\n{by}")
+        return Text(f"void\n{by(line)}")
     got = f"{modality.error_name} {short(line.error.mean)}"
     if line.identified.count:
         got += f", {line.identified.hits}/{line.identified.count}"
-    return Text(f"{got}\n{by}")
+    return Text(f"{got}\n{by(line)}")

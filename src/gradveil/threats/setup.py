@@ -212,11 +212,6 @@ class AuditSetup:
         return next(self.model.parameters()).device
 
     @property
-    def is_large(self) -> bool:
-        """Whether the network is."""
-        return is_large(self.model)
-
-    @property
     def is_dear(self) -> bool:
         """Whether running a client on every candidate of a list takes long for the time that there is."""
         return is_large(self.model, LARGE if self.config.minutes is None else LARGE // 10)
@@ -224,7 +219,7 @@ class AuditSetup:
     @property
     def trains(self) -> bool:
         """Whether a federation is trained."""
-        return not self.is_large if self.config.trained is None else self.config.trained
+        return not is_large(self.model) if self.config.trained is None else self.config.trained
 
     @property
     def victims(self) -> range:
