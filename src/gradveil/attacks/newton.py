@@ -57,17 +57,12 @@ class Newton(Attack):
         return in_groups(ready(seen, rngs, "newton"), rngs, problem_group, self._in_parts)
 
     def _in_parts(self, seen: Sequence[Observation], rngs: Sequence[Generator]) -> list[Reconstruction]:
-        def some(part: slice) -> list[Reconstruction]:
-            solved = self.solve(seen[part], rngs[part])
-            return [self.rebuilt(s, solved, b) for b, s in enumerate(seen[part])]
+        return in_parts(seen, rngs, len(seen), lambda part: self.solve(seen[part], rngs[part]))
 
-        return in_parts(seen, rngs, len(seen), some)
-
-    def solve(self, seen: Sequence[Observation], rngs: Sequence[Generator], near: Tensor | None = None) -> "Solved":
-        """Return the solution of one group of problems (see ``ready`` and ``problem_group``).
-
-        ``near`` (B, N d): inputs to start from, in place of the prior's.
-        """
+    def solve(
+        self, seen: Sequence[Observation], rngs: Sequence[Generator], near: Tensor | None = None
+    ) -> list[Reconstruction]:
+        """Solve one group of problems (see ``ready`` and ``problem_group``), from inputs ``near`` (B, N d) if given."""
         first = seen[0]
         device = next(first.model.parameters()).device
         rounds = [list(same) for same in zip(*((s, *s.rounds) for s in seen), strict=True)]  # by round, then problem
@@ -94,7 +89,7 @@ class Newton(Attack):
         with differentiating(first.model):
             each = 8.0 * 40 * rows.seen.shape[1] if dense else self._bytes_each(rows, starts)
             best = solver.best(rows, starts, together=max(1, int(MEMORY / each)))
-        return Solved(prior, guesses[0], rows, best)
+        return [self._rebuilt(s, guess, best, b) for b, (s, guess) in enumerate(zip(seen, guesses[0], strict=True))]
 
     def _bytes_each(self, rows: Equations, starts: Tensor) -> float:
         """Return what one problem takes at a step that does not write the Jacobian out, measured on one."""
@@ -113,8 +108,7 @@ class Newton(Attack):
         away[0] *= 0.0 if prior.examples == 1 else 0.1
         return prior.center() + away
 
-    def rebuilt(self, s: Observation, solved: "Solved", b: int) -> Reconstruction:
-        best, guess = solved.best, solved.guesses[b]
+    def _rebuilt(self, s: Observation, guess: Guess, best: BestStarts, b: int) -> Reconstruction:
         pixels = s.num_examples * int(torch.Size(s.input_shape).numel())
         inputs = best.point[b, :pixels].reshape(s.num_examples, *s.input_shape).to(torch.float32)
         labels = guess.targets(s, inputs, best.point[b, pixels : pixels + guess.value.numel()])
@@ -125,16 +119,6 @@ class Newton(Attack):
         details = {"steps": float(best.all_steps[b]), "restarts": starts, "floor": float(best.floor[b])}
         details |= {"out_of_time": 1.0} if late else {}
         return Reconstruction(inputs.clamp(*s.bounds), labels, value, finished, details)
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A group of problems: what is looked for, the equations, and where each of them ended."""
-
-    prior: Prior
-    guesses: Sequence[Guess]  # of the targets
-    rows: Equations
-    best: BestStarts
 
 
 def ready(seen: Sequence[Observation], rngs: Sequence[Generator], attack: str) -> list[Observation]:

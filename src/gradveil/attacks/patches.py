@@ -66,8 +66,7 @@ class PatchSpan(Attack):
         if (enough and bool(solved.all())) or pace.left() <= 0:
             inputs = found.reshape(-1, *seen.input_shape).to(torch.float32).clamp(*seen.bounds)
             return Reconstruction(inputs, labels, float(off.mean()), bool(solved.all()), details)
-        newton, seen = Newton(), replace(seen, labels=labels)
-        whole = newton.rebuilt(seen, newton.solve([seen], [rng], found.reshape(1, -1)), 0)
+        (whole,) = Newton().solve([replace(seen, labels=labels)], [rng], found.reshape(1, -1))
         return replace(whole, details=whole.details | details)
 
     def _pictures(
