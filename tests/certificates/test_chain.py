@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from certificates.random_networks import fill, pairs, random_network
 from gradveil.errors import CertificateError
-from gradveil.representation.chain import step_chain
+from gradveil.representation.chain import has_modes, step_chain
 from gradveil.representation.rules.arithmetic import Scale
 from gradveil.representation.rules.base import Affine
 from gradveil.representation.rules.shapes import Reshape
@@ -64,7 +64,7 @@ def test_normalisation_and_batch_norm_are_folded_into_the_convolution() -> None:
     assert isinstance(chain.steps[0].operator, Convolution)
     before_pool = [type(getattr(s, "operator", s)) for s in chain.steps[:2]]
     assert Scale not in before_pool
-    assert chain.has_modes
+    assert has_modes(model)
 
 
 def test_walking_leaves_model_mode_dtype_and_random_state_alone() -> None:

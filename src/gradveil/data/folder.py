@@ -15,15 +15,16 @@ from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out
 from gradveil.data.images import Decoded, Encoded, cached, decode_images, key_of, levels_of
 from gradveil.errors import DataError
 from gradveil.files import wrap_parse_errors
+from gradveil.imports import Later
 from gradveil.ranges import Between, Range
+
+pyarrow, parquet = Later("pyarrow"), Later("pyarrow.parquet")
 
 _ROWS, _UNPACKED = 10**8, 2**34  # of a parquet file: rows, and bytes
 _SMALL, _TIMES = 2**29, 100  # what any file may unpack to, in bytes, and a larger one: so many times its size
 _PIECE = 2**27  # bytes that are unpacked at once, at most
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
-
-
 _TEXT_NAMES = ("text", "sentence", "content", "document")
 
 
@@ -46,25 +47,18 @@ def saved_files(folder: Path, split: str) -> list[Path]:
 
 def read_parquet(files: Sequence[Path]) -> Any:
     """Return the files, parquet or those of ``save_to_disk``, as one pyarrow table."""
-    import pyarrow
-
     with wrap_parse_errors(", ".join(map(str, files)), DataError, "Download it again."):
         return pyarrow.concat_tables([(_read_arrow if p.suffix == ".arrow" else _read_parquet)(p) for p in files])
 
 
 def _read_arrow(path: Path) -> Any:
-    import pyarrow
-
     with pyarrow.memory_map(str(path)) as file:
         return pyarrow.ipc.open_stream(file).read_all()
 
 
 def _read_parquet(path: Path) -> Any:
     """Return a file as a table, read piece by piece: a few bytes can stand for any number of long texts."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(path) as file:
+    with parquet.ParquetFile(path) as file:
         about = file.metadata
         groups = [about.row_group(i) for i in range(about.num_row_groups)]
         chunks = [group.column(i) for group in groups for i in range(about.num_columns)]

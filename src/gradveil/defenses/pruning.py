@@ -16,7 +16,7 @@ from gradveil.modules import under_transform
 from gradveil.privacy.noise import Source
 from gradveil.protection.defense import DEFENSES, Defense, Place
 from gradveil.ranges import Share
-from gradveil.representation.selection import LONG, largest, last_by_rank, last_by_top
+from gradveil.representation.selection import largest, last_of
 from gradveil.tree import Params
 from gradveil.types import Update
 
@@ -110,10 +110,7 @@ def _lasts(sizes: Sequence[Tensor], counts: list[int]) -> Tensor:
     for (length, count), places in alike.items():
         rows = torch.stack([sizes[i] for i in places])
         least = length - count + 1  # the same as the smallest of so many of the largest
-        if not count:
-            values = rows.new_full((len(places), 1), -1.0)
-        else:
-            values = last_by_top(rows, least) if length > LONG else last_by_rank(rows, least)
+        values = last_of(rows, least) if count else rows.new_full((len(places), 1), -1.0)
         found.update(zip(places, values, strict=True))
     return torch.cat([found[i] for i in range(len(sizes))])
 

@@ -34,7 +34,6 @@ class StepChain:
     steps: tuple[Step, ...]
     in_shape: Shape
     layer: str
-    has_modes: bool  # whether the model has layers that differ between training and eval
     precision: Precision  # in which the model computes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ def step_chain(model: nn.Module, layer: str | None, x: Tensor, bounds: tuple[flo
             "it may be another function for other inputs. A certificate needs one for all; use kind='local'."
         )
     steps = tuple(_fold(_steps(graph)))
-    chain = StepChain(steps, tuple(x.shape[1:]), name, has_modes(model), Precision.of(model, x.dtype))
+    chain = StepChain(steps, tuple(x.shape[1:]), name, Precision.of(model, x.dtype))
     modes = {path: module.training for path, module in model.named_modules()}
     for path, module in twin.named_modules():
         module.training = modes[path]

@@ -39,7 +39,7 @@ class Norm:
     """The norm of one step, and what kind of number it is."""
 
     value: float
-    kind: Literal["exact", "upper bound", "estimate"]
+    kind: Literal["exact", "upper bound"]
     how: str
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, prefix
-from gradveil.representation.chain import StepChain, step_chain
+from gradveil.representation.chain import StepChain, has_modes, step_chain
 from gradveil.representation.jacobian import FunctionJacobian
 from gradveil.representation.norms import Norm, Precision, check_p, forward_error, operator_norm
 
@@ -221,7 +221,7 @@ class Problem:
 
     def stated(self, *sentences: str) -> tuple[str, ...]:
         """Return the assumptions of a sound bound: what it is for, the given sentences, how it was rounded."""
-        modes = (EVAL,) if self.chain.has_modes else ()
+        modes = (EVAL,) if has_modes(self.model) else ()
         return (SCOPE, *sentences, *modes, ROUNDED.format(self.chain.precision.name))
 
 

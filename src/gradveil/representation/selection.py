@@ -22,7 +22,7 @@ def largest(keys: Tensor, count: int) -> Tensor:
         return torch.zeros_like(keys, dtype=torch.bool)  # (N, L)
     if count >= length:
         return torch.ones_like(keys, dtype=torch.bool)  # (N, L)
-    last = last_by_top(keys, count) if keys.is_cuda and length > LONG else last_by_rank(keys, count)
+    last = last_of(keys, count)
     if not keys.is_cuda and not under_transform():
         chosen = keys >= last
         if int(chosen.sum()) == count * len(keys):  # no row has more that are equal to its last
@@ -32,8 +32,13 @@ def largest(keys: Tensor, count: int) -> Tensor:
     return above | (equal & (equal.cumsum(1) <= left))
 
 
-def last_by_rank(keys: Tensor, count: int) -> Tensor:
+def last_of(keys: Tensor, count: int) -> Tensor:
     """Return the smallest of the ``count`` largest keys of each row (N, 1)."""
+    return last_by_top(keys, count) if keys.is_cuda and keys.shape[1] > LONG else last_by_rank(keys, count)
+
+
+def last_by_rank(keys: Tensor, count: int) -> Tensor:
+    """Return the same, by the order of the keys."""
     place = keys.shape[1] - count
     if keys.is_cuda or keys.dtype not in (torch.float32, torch.float64) or under_transform():
         return keys.kthvalue(place + 1, dim=1, keepdim=True).values
