@@ -233,7 +233,7 @@ def test_mods_around_a_users_app_answer_soundly_or_withhold(
     pytest.importorskip("flwr")
     from flwr.app import Message
 
-    from gradveil.integrations.flower import guard_mod, secure_mod, update_mod, weights_guard
+    from gradveil.integrations.flower import guard_mod, secure_mod, weights_guard
     from gradveil.types import Batch
     from integrations.flower_parts import SIMULATED, client_app, context, linear_model
 
@@ -242,7 +242,7 @@ def test_mods_around_a_users_app_answer_soundly_or_withhold(
     like = {name: value.numpy() for name, value in state.items()}
     batch = Batch(torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(3))
     around = [
-        [guard_mod("veil:z=100", settings={"slots": 3, "records": 3})], [update_mod("pruning:share=0.5,on=update")],
+        [guard_mod("veil:z=100", settings={"slots": 3, "records": 3})], [guard_mod("pruning:share=0.5,on=update")],
         [weights_guard(linear_model), guard_mod("gaussian:scale=0.01")], [secure_mod()],
     ]  # fmt: skip
     apps = [client_app(linear_model, batch, mods) for mods in around]

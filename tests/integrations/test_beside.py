@@ -17,7 +17,7 @@ from torch import nn
 
 from gradveil.integrations.flower.app import make_client_app
 from gradveil.integrations.flower.checks import checked
-from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod
+from gradveil.integrations.flower.mods import guard_mod, leak_guard
 from gradveil.integrations.flower.records import ASKED
 from gradveil.integrations.flower.settings import FlowerSettings, build_model, load_data
 from gradveil.integrations.flower.site import STATEMENT, NodeError
@@ -76,9 +76,11 @@ def test_a_defence_from_the_run_or_the_site_closes_them_as_well(batch: Batch) ->
     assert app(message(linear_model(), kind="evaluate"), context(run_config={"defense": "veli"})).has_error()
 
 
-def test_a_site_that_wants_veil_of_an_app_without_it_answers_nothing(batch: Batch) -> None:
-    app, own = app_that(batch, mods=[update_mod("gaussian:scale=1,on=update")]), context({"defense": SPEC})
-    assert "acts inside the local steps" in app(message(linear_model()), own).error.reason
+def test_a_site_that_wants_veil_gets_it_of_an_app_with_another_defence(batch: Batch) -> None:
+    app, own = app_that(batch, mods=[guard_mod("gaussian:scale=1,on=update")]), context({"defense": SPEC})
+    out = app(message(linear_model()), own)
+    assert (out.content[STATEMENT]["defense"], out.content[STATEMENT]["from-site"]) == ("veil:z=2.0,clip=1.0", True)
+    assert set(out.content["metrics"]) == {"num-examples", "num-steps", "defended-steps"}
     assert "answers no evaluate messages" in app(message(linear_model(), kind="evaluate"), own).error.reason
 
 
@@ -241,7 +243,7 @@ def test_figures_of_a_leak_guard_do_not_leave_beside_a_defence_of_records(batch:
     assert "leak_guard's figures" in out.error.reason
 
 
-@pytest.mark.parametrize("mod", [guard_mod(SPEC, seed=5), update_mod("gaussian:scale=1,on=update", seed=5)])
+@pytest.mark.parametrize("mod", [guard_mod(SPEC, seed=5), guard_mod("gaussian:scale=1,on=update", seed=5)])
 def test_an_app_cannot_give_the_noise_a_seed(mod: Any, batch: Batch) -> None:
     out = app_that(batch, mods=[mod])(message(linear_model()), context())
     assert "gives its noise a seed" in out.error.reason

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradveil.federated.client import step_gradient
 from gradveil.integrations.flower.checks import checked
-from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod
+from gradveil.integrations.flower.mods import guard_mod, leak_guard
 from gradveil.losses import build as build_loss
 from gradveil.protection.defense import build
 from gradveil.threats.one_update import TrainingPass, match
@@ -55,7 +55,7 @@ def test_an_update_that_gives_its_image_away_is_withheld(one: Batch) -> None:
 
 def test_an_update_that_hides_it_is_sent_with_its_score(one: Batch) -> None:
     model = linear_model()
-    app = client_app(lambda: model, one, [leak_guard(ReadOff(), seed=1), update_mod(NOISE, seed=2)])
+    app = client_app(lambda: model, one, [leak_guard(ReadOff(), seed=1), guard_mod(NOISE, seed=2)])
     sent = app(message(model), context())
     metrics = sent.content["metrics"]
     assert 0 < metrics["leak-psnr"] < 20
@@ -64,8 +64,8 @@ def test_an_update_that_hides_it_is_sent_with_its_score(one: Batch) -> None:
 
 def test_the_guard_looks_at_what_leaves_and_not_at_what_was_trained(one: Batch) -> None:
     model = linear_model()
-    outside = client_app(lambda: model, one, [leak_guard(ReadOff()), update_mod(NOISE, seed=2)])
-    inside = client_app(lambda: model, one, [update_mod(NOISE, seed=2), leak_guard(ReadOff())])
+    outside = client_app(lambda: model, one, [leak_guard(ReadOff()), guard_mod(NOISE, seed=2)])
+    inside = client_app(lambda: model, one, [guard_mod(NOISE, seed=2), leak_guard(ReadOff())])
     assert not outside(message(model), context()).has_error()
     assert inside(message(model), context()).has_error()
 
@@ -125,7 +125,7 @@ def test_noise_and_removed_entries_count_for_a_sample_too(many: Batch, lr: float
         )
 
     assert score() > 60
-    assert score(update_mod(NOISE, seed=2)) < 20
+    assert score(guard_mod(NOISE, seed=2)) < 20
     assert 5 < score(guard_mod("representation:share=0.5")) < 30
 
 
@@ -258,7 +258,7 @@ def test_public_data_raise_the_floor_and_help_the_attack(model: nn.Module, one: 
     scores = {}
     for name, public in (("without", None), ("with", near)):
         guard = leak_guard("newton:steps=20", max_psnr=1000, defense=NOISE, public=public, seed=1)
-        out = client_app(lambda: model, one, [guard, update_mod(NOISE, seed=2)])(message(model), context())
+        out = client_app(lambda: model, one, [guard, guard_mod(NOISE, seed=2)])(message(model), context())
         scores[name] = out.content["metrics"]
     assert scores["with"]["leak-floor"] > 30 > scores["without"]["leak-floor"]
     assert scores["with"]["leak-psnr"] > 30 > scores["without"]["leak-psnr"]

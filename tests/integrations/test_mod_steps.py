@@ -156,11 +156,6 @@ def test_no_defence_passes_and_says_that_no_step_was_defended(model: nn.Module, 
     assert out.content["metrics"]["defended-steps"] == 0
 
 
-def test_a_defence_of_the_update_alone_is_sent_to_the_other_mod(model: nn.Module, batch: Batch) -> None:
-    out = client_app(lambda: model, batch, [guard_mod("gaussian:scale=0.1,on=update")])(message(model), context())
-    assert "update_mod" in out.error.reason
-
-
 def numbered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(i): value for i, value in enumerate(state.values())}
 

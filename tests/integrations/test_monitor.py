@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from gradveil.auditing.run_folder import ROUNDS
 from gradveil.errors import SpecError
-from gradveil.integrations.flower import guard_mod, leak_guard, monitored, update_mod
+from gradveil.integrations.flower import guard_mod, leak_guard, monitored
 from gradveil.integrations.flower.checks import MonitoredGrid
 from gradveil.integrations.monitor import METRICS, NODES, MonitorSettings, NodeReport, RunMonitor, add_figures
 from gradveil.privacy.bounds import epsilon_of
@@ -42,7 +42,7 @@ def run(grid: MonitoredGrid, rounds: int) -> dict[str, torch.Tensor]:
 def test_leaks_and_refusals_stand_by_round_and_node_and_are_drawn(tmp_path: Path) -> None:
     leaky = client_app(linear_model, batch(1), [leak_guard(ReadOff(), max_psnr=1000)])
     noisy = client_app(
-        linear_model, batch(2), [leak_guard(ReadOff(), max_psnr=1000), update_mod("gaussian:scale=9,on=update")]
+        linear_model, batch(2), [leak_guard(ReadOff(), max_psnr=1000), guard_mod("gaussian:scale=9,on=update")]
     )
     held = client_app(linear_model, batch(3), [leak_guard(ReadOff())])
 

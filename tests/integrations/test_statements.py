@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 from gradveil.errors import SpecError
 from gradveil.integrations.flower.app import make_client_app, serve
 from gradveil.integrations.flower.checks import CheckedGrid, checked
-from gradveil.integrations.flower.mods import guard_mod, update_mod
+from gradveil.integrations.flower.mods import guard_mod
 from gradveil.integrations.flower.settings import FlowerSettings
 from gradveil.integrations.flower.site import STATEMENT
 from gradveil.types import Batch
@@ -121,13 +121,13 @@ def guarded(mods: list[Any], batch: Batch, site: dict[str, Any] | None = None) -
 
 
 def test_mods_state_what_they_did_and_add_up(batch: Batch) -> None:
-    said = guarded([update_mod("gaussian:scale=0.1,on=update"), guard_mod(SPEC)], batch).content[STATEMENT]
+    said = guarded([guard_mod("gaussian:scale=0.1,on=update"), guard_mod(SPEC)], batch).content[STATEMENT]
     assert said["defense"] == f"{SPEC}+gaussian:scale=0.1,on=update"
     assert [text.partition(":")[0] for text in said["settings"]] == ["representation", "gaussian"]
     assert (said["steps"], said["examples"]) == (1, 3)
     by_site = guarded([guard_mod(SPEC)], batch, {"defense": "gaussian:scale=0.5"}).content[STATEMENT]
     assert (by_site["defense"], by_site["from-site"]) == ("gaussian:scale=0.5", True)
-    assert guarded([update_mod(Halved())], batch).content[STATEMENT]["defense"] == "Halved"  # one of your own
+    assert guarded([guard_mod(Halved())], batch).content[STATEMENT]["defense"] == "Halved"  # one of your own
 
 
 def demanding(mods: list[Any], batch: Batch, change: Any = lambda out: None) -> CheckedGrid:

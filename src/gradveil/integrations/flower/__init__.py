@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradveil.integrations.flower.checks import checked, monitored
-    from gradveil.integrations.flower.mods import guard_mod, leak_guard, update_mod, weights_guard
+    from gradveil.integrations.flower.mods import guard_mod, leak_guard, weights_guard
     from gradveil.integrations.flower.secure_aggregation import secure_mod, secured
 
 _PLACES = {
     "checks": ("checked", "monitored"),
-    "mods": ("guard_mod", "leak_guard", "update_mod", "weights_guard"),
+    "mods": ("guard_mod", "leak_guard", "weights_guard"),
     "secure_aggregation": ("secure_mod", "secured"),
 }
-__all__ = ["checked", "guard_mod", "leak_guard", "monitored", "secure_mod", "secured", "update_mod", "weights_guard"]
+__all__ = ["checked", "guard_mod", "leak_guard", "monitored", "secure_mod", "secured", "weights_guard"]
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,6 @@ from gradveil.privacy.accountant import SIMULATED, Account
 from gradveil.privacy.noise import SecretDraws
 from gradveil.protection.defense import Defense, accounted
 from gradveil.protection.protect import Guard, RecordSettings, protect, refuse_idle
-from gradveil.registry import describe
 from gradveil.step_rule import StepRule
 from gradveil.tree import Params
 from gradveil.types import Batch, Update
@@ -149,62 +148,31 @@ def tell_what_stays(reply: Message, examples: int, steps: int) -> None:
         LOG.info("gradveil: the config %r is not sent: it may be computed from private records.", key)
 
 
-@dataclass(frozen=True)
-class UpdateMod:
-    """A mod for ``ClientApp(mods=[update_mod(...)])`` that defends the update after the client's training.
+def defend_update(
+    defense: Defense,
+    message: Message,
+    context: Context,
+    reply: Message,
+    lr: float | None = None,
+    seed: int | None = None,
+) -> Message:
+    """Put the defended update in the place of a reply's own, and state it.
 
-    Running statistics and counters pass as they are: no gradient step makes them.
-
-    Args:
-        defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
-        lr: of the local steps, to turn the change of the weights into a gradient (W_before - W_after) / lr;
-            None reads ``lr`` from the message, and takes 1 where there is none: the change itself. Noise is in units
-            of it, so give it where the train function does not take the message's.
-        seed: for tests only, where the site asks for simulated noise.
+    Running statistics and counters pass as they are: no gradient step makes them. So does an error.
     """
-
-    defense: str | Defense | None = None
-    _: KW_ONLY
-    lr: float | None = None
-    seed: int | None = None
-
-    def __call__(self, message: Message, context: Context, call_next: Next) -> Message:
-        """Let the client train, then send a defended update in place of its own; fail closed."""
-        try:
-            if not is_training(message):
-                own = defense_for(None, context) if "defense" in context.node_config else None  # the site's
-                if own is not None and "records" in own.acts_on:
-                    return other_kind(own, message, context, call_next)
-                return call_next(message, context)
-            before = sent_weights(message)
-            defense = defense_for(self.defense, context)
-            refuse_idle(defense)
-            check_seed(self.seed, context)
-            if defense.acts_on - {"update"}:
-                raise DefenseError(f"{describe(defense)} acts inside the local steps. Use guard_mod for it.")
-            reply = call_next(message, context)
-            if reply.has_error():
-                return reply
-            sent = self._defend(defense, message, context, before, reply)
-            state(reply, defense, context, steps=sent.num_steps, examples=sent.num_examples)
-            return reply
-        except GradveilError as error:
-            return withhold(message, str(error))
-
-    def _defend(self, defense: Defense, message: Message, context: Context, before: Params, reply: Message) -> Update:
-        key, record = arrays_of(reply)
-        after = params_of(record)
-        check_reply(before, after)
-        update = update_of(message, before, reply, after, self.lr)
-        sent = defense.on_update(update, generator_of(context, self.seed) or SecretDraws())
-        defended = {name: before[name] - update.lr * g.to(before[name].dtype) for name, g in sent.gradient.items()}
-        reply.content[key] = record_of(after | defended)
-        change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
-        add_metrics(reply, {"update-change": float(change)})
-        return sent
-
-
-update_mod = UpdateMod
+    if reply.has_error():
+        return reply
+    before, (key, record) = sent_weights(message), arrays_of(reply)
+    after = params_of(record)
+    check_reply(before, after)
+    update = update_of(message, before, reply, after, lr)
+    sent = defense.on_update(update, generator_of(context, seed) or SecretDraws())
+    defended = {name: before[name] - update.lr * g.to(before[name].dtype) for name, g in sent.gradient.items()}
+    reply.content[key] = record_of(after | defended)
+    change = tree.norm(tree.subtract(sent.gradient, update.gradient)) / tree.norm(update.gradient).clamp_min(1e-30)
+    add_metrics(reply, {"update-change": float(change)})
+    state(reply, defense, context, steps=sent.num_steps, examples=sent.num_examples)
+    return reply
 
 
 NOT_FINITE = "not finite"
@@ -249,15 +217,17 @@ def rule_of(message: Message) -> StepRule:
 
 @dataclass(frozen=True)
 class GuardMod:
-    """A mod for ``ClientApp(mods=[guard_mod(...)])`` that defends every local step of the client's own training.
+    """A mod for ``ClientApp(mods=[guard_mod(...)])`` that defends the client's own training, or what comes of it.
 
-    It finds the model by its state-dict names when the client calls it, guards it until the client replies, adds
-    ``defended-steps`` to the reply's metrics, and withholds the update when no step was defended, or weights were
-    changed past the defence.
+    For a defence of the local steps it finds the model by its state-dict names when the client calls it, guards it
+    until the client replies, adds ``defended-steps`` to the reply's metrics, and withholds the update when no step was
+    defended, or weights were changed past the defence. A defence of the update alone acts on the reply.
 
     Args:
         defense: a spec or a defence; None reads ``defense`` from the site's or the run's settings.
-        lr: as in ``update_mod``, where the defence acts on the update as well (``representation+gaussian:on=update``).
+        lr: of the local steps, where the defence acts on the update (``gaussian:on=update``): it turns the change of
+            the weights into a gradient (W_before - W_after) / lr, in units of which noise is. None reads ``lr`` from
+            the message, and takes 1 where there is none: give it where the train function does not take that.
         seed: for tests only, where the site asks for simulated noise.
         settings: of a defence of records, as ``protect`` takes them: ``{"slots": 32, "records": 200}``. What such a
             round costs is paid out of the site's account, and the answer is made anew of the noisy weights and public
@@ -279,8 +249,6 @@ class GuardMod:
             private = "records" in defense.acts_on
             if not is_training(message):
                 return other_kind(defense, message, context, call_next) if private else call_next(message, context)
-            if defense.acts_on == {"update"}:
-                raise DefenseError(f"{describe(defense)} acts on the update only. Use update_mod for it.")
             if accounted(defense).min_clients:
                 raise DefenseError(
                     "tier=aggregate is for a secure sum that is checked before anything is sent, as gradveil's own app "
@@ -288,6 +256,9 @@ class GuardMod:
                 )
             check_seed(self.seed, context)
             before = sent_weights(message)
+            if defense.acts_on == {"update"}:
+                refuse_idle(defense)
+                return defend_update(defense, message, context, call_next(message, context), self.lr, self.seed)
 
             def found(model: nn.Module) -> None:
                 simulated = generator_of(context, self.seed)

@@ -17,10 +17,11 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supernode import start_client_internal as node
 
 from gradveil.errors import DefenseError, GradveilError
-from gradveil.integrations.flower.mods import FAILED, PUBLIC, UpdateMod, other_kind
+from gradveil.integrations.flower.mods import FAILED, PUBLIC, defend_update, other_kind
 from gradveil.integrations.flower.records import LOG, arrays_of, is_training, withhold
 from gradveil.integrations.flower.site import STATEMENT, RequiredDefense, check_statement, is_simulation
 from gradveil.protection.defense import build
+from gradveil.protection.protect import refuse_idle
 
 PATIENCE = 600.0  # seconds that an app has to hand in what it has announced
 
@@ -93,11 +94,12 @@ class Outlet:
         if "defense" not in self.config:
             raise DefenseError("this site has no defence. Give one: --node-config \"defense='...'\".")
         defense = build(str(self.config["defense"]))
-        if defense.acts_on <= {"update"}:
-            return UpdateMod(defense)(asked, context, lambda *_: reply)
         private = "records" in defense.acts_on
         if not is_training(asked):
             return other_kind(defense, asked, context, lambda *_: reply) if private else reply
+        if defense.acts_on <= {"update"}:
+            refuse_idle(defense)
+            return defend_update(defense, asked, context, reply)
         if reply.has_error():
             raise DefenseError(FAILED)
         check_statement(RequiredDefense(defense), reply, is_simulation())
