@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -33,8 +33,6 @@ TEST = 100  # examples that the speed of a test is found out with
 NOT_TRIED = "not tried"  # the unit of what was left out
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-
-
 Written = Callable[[RunFolder], None]  # called when a piece of work was written
 
 
@@ -231,17 +229,19 @@ def last_snapshots(
         if not store.done(unit):
             limit = pace.Limit(seconds, partial(progress, "local steps"), strict=True)
             try:
-                with one_thread(is_small(scene.model)), limit, _memory_told(defense):
+                with one_thread(is_small(scene.model)), limit:
                     tell = partial(lambda before, now: progress("training", before + now, total), done)
                     rows, sent = _train(scene, defense, rounds, tell)
             except Exception as error:
+                if is_out_of_memory(error):
+                    why = f"A local step under {defense} does not fit into memory."
+                    raise GradveilError(f"{why} Choose a smaller --batch-size, or --device cpu.") from error
                 if (told := from_defense(error)) is error:
                     raise
                 if not store.done(f"crash/{defense}"):
-                    about = Target(
-                        Snapshot("last", rounds, defense, scene.model, 0.0), defense, oblivious(), "training", 0
-                    )
-                    store.add(f"crash/{defense}", [{"kind": "skip", **about.about, "why": str(told)}])
+                    look = Snapshot("last", rounds, defense, scene.model, 0.0)
+                    about = Target(look, defense, oblivious(), "training", 0).about
+                    store.add(f"crash/{defense}", [{"kind": "skip", **about, "why": str(told)}])
                 done += rounds
                 continue
             store.add(unit, rows, sent)
@@ -251,19 +251,6 @@ def last_snapshots(
             restored.load_state_dict({name: torch.from_numpy(value) for name, value in store.arrays(unit).items()})
             yield Snapshot("last", rounds, defense, restored, scene.config.lr_of(rounds))
     progress("training", done, total)
-
-
-@contextmanager
-def _memory_told(defense: str) -> Iterator[None]:
-    """Within, memory that does not suffice is one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise GradveilError(
-            f"A local step under {defense} does not fit into memory. Choose a smaller --batch-size, or --device cpu."
-        ) from error
 
 
 def _train(

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
@@ -73,20 +73,8 @@ class Columns:
     by: str | None = None
 
 
-class Given(Mapping[str, Any]):
+class Given(dict[str, Any]):
     """The options of one call, by name; those that were not given are None or False."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> typing.Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def without(self, *names: str) -> "Given":
         """Return the others."""
@@ -94,7 +82,7 @@ class Given(Mapping[str, Any]):
 
     def named(self, *fields: str) -> dict[str, Any]:
         """Return the given ones of some fields."""
-        return {f: v for f in fields if (v := self._values.get(NAMES.get(f, f))) is not None}
+        return {f: v for f in fields if (v := self.get(NAMES.get(f, f))) is not None}
 
     def fill(self, base: T, **also: Any) -> T:
         """Return settings with the options that were given, and ``also`` what a command makes of others."""
