@@ -185,7 +185,7 @@ def test_a_client_whose_steps_follow_no_known_rule_is_withheld(one: Batch) -> No
 
 @pytest.mark.parametrize(
     ("train", "why"),
-    [(unseen_loss, "No backward pass"), (with_momentum, "sgd, momentum 0.9, whose update is not a sum")],
+    [(unseen_loss, "No backward pass"), (with_momentum, "sgd, momentum 0.9, whose update is no sum")],
 )
 def test_what_cannot_be_checked_is_withheld_or_sent_without_a_score(
     many: Batch, train: Callable[[nn.Module, Batch], None], why: str

@@ -125,7 +125,7 @@ def _own(path: str, clip: float) -> "Pipeline":
 
     if not is_import_path(path) or not callable(function := import_object(path)):
         raise SpecError(f"--trainer {path!r}: give module:function, train(model, inputs, labels, present).")
-    return Foreign(function, clip_=clip, name=path)
+    return Foreign(function, clip=clip, name=path)
 
 
 def _pipeline(defense: str, engine: str, settings: dict[str, Any]) -> "Pipeline":

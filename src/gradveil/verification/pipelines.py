@@ -153,14 +153,11 @@ class Pipeline(ABC):
     base: bool = False  # whether something beside the canaries may be released
     before: Sequence[int] = (0,)  # draws of a generator that may come before its noise
     promised: float = nan  # μ, as the pipeline itself accounts for it
+    clip: float = 1.0  # that the gradients of canaries are made to exceed
 
     @abstractmethod
     def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
         """Send the canaries through, once for each row of coins; present (T, K)."""
-
-    @property
-    def clip(self) -> float:
-        return 1.0
 
     def into(self, model: nn.Module, weights: Params) -> Into:
         """Return the map into the coordinates in which the noise is alike."""
@@ -190,15 +187,12 @@ class OfDefense(Pipeline):
                 "tier=aggregate promises something of a cohort's sum, and verify looks at single updates. Give the "
                 "defence that each client has, tier=local."
             )
+        self.clip = float(getattr(self.defense, "clip", None) or 1.0)
 
     def _acting(self, model: nn.Module, weights: Params) -> Defense:
         at = copy.deepcopy(model)
         at.load_state_dict(weights, strict=False)
         return in_round(self.defense, at, self.public, build_loss(self.loss))
-
-    @property
-    def clip(self) -> float:
-        return float(getattr(self.defense, "clip", None) or 1.0)
 
     def into(self, model: nn.Module, weights: Params) -> Into:
         acting = self._acting(model, weights)
@@ -317,15 +311,11 @@ class Foreign(Pipeline):
 
     train: Trainer
     mu: float = inf
-    clip_: float = 1.0
+    clip: float = 1.0
     name: str = "trainer"
     secret: bool = False  # not known
     fresh: bool = False  # momentum repeats earlier noise
     base: bool = True  # weight decay, records of its own
-
-    @property
-    def clip(self) -> float:
-        return self.clip_
 
     def run(self, model: nn.Module, canaries: Canaries, present: Tensor) -> Iterator[Released]:
         start = weights_of(model)

@@ -348,7 +348,7 @@ def verify(
         own: use the given examples themselves as canaries.
         grain: look for the grain of torch's noise; None: where the noise is meant to be secret.
     """
-    pipeline = train if isinstance(train, Pipeline) else Foreign(train, clip_=clip)
+    pipeline = train if isinstance(train, Pipeline) else Foreign(train, clip=clip)
     rng = torch.Generator()
     rng.seed() if seed is None else rng.manual_seed(seed)
     minimised = build_loss(loss).of(labels)
