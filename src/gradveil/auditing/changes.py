@@ -1,7 +1,7 @@
 """Changes of a client under which a promise costs little, cheapest first, each with the noise planned for it."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
@@ -77,36 +77,22 @@ def _steps(scene: AuditSetup, now: Planned) -> Iterator[Step]:
         one = replace(now.run, batch_size=None, epochs=1, **longer)
         asked = {"batch_size": None, "epochs": 1, "rounds": longer["rounds"]}
         yield "all records in one local step, as many steps in all", _words(asked), asked, {"run": one}
-    if (head := _head(scene.model)) is not None:
-        yield (
-            "train the last layer of trained weights alone",
-            f"--trains {HEAD}",
-            {"trains": HEAD},
-            {"parameters": head},
-        )
-    is_picture = len(scene.dataset.input_shape) == 3
-    features = PICTURES if is_picture else ROWS
-    if prod(scene.dataset.input_shape) <= LARGEST and (few := _on_features(scene, features)) is not None:
-        what = "train on fixed features" if is_picture else "train one layer"
-        yield what, f"--model {features}", {"model": features, "trains": ALL}, {"parameters": few}
+    if (head := _fewer(scene, lambda: only_trained(copy.deepcopy(scene.model), HEAD))) is not None:
+        what = "train the last layer of trained weights alone"
+        yield what, f"--trains {HEAD}", {"trains": HEAD}, {"parameters": head}
+    config, shape = scene.config, scene.dataset.input_shape
+    what, features = ("train on fixed features", PICTURES) if len(shape) == 3 else ("train one layer", ROWS)
+    if prod(shape) <= LARGEST and features != config.model.partition(":")[0]:
+        few = _fewer(scene, lambda: fitting_model(features, scene.dataset, config.loss, config.seed))
+        if few is not None:
+            yield what, f"--model {features}", {"model": features, "trains": ALL}, {"parameters": few}
     yield "secure aggregation", "veil:tier=aggregate", {"tier": "aggregate"}, {"tier": "aggregate"}
 
 
-def _head(model: nn.Module) -> int | None:
-    """Return how many numbers the last layer has; None where it has no fewer."""
-    with suppress(GradveilError):
-        count = size(parameters(only_trained(copy.deepcopy(model), HEAD)))
-        return count if count < size(parameters(model)) else None
-    return None
-
-
-def _on_features(scene: AuditSetup, features: str) -> int | None:
-    """Return how many numbers are trained on fixed features; None where they cannot be made, or there are no fewer."""
-    if features == scene.config.model.partition(":")[0]:
-        return None
+def _fewer(scene: AuditSetup, make: Callable[[], nn.Module]) -> int | None:
+    """Return how many numbers are trained of another model; None where it cannot be made, or there are no fewer."""
     with suppress(GradveilError, RuntimeError, ValueError):
-        config = scene.config
-        count = size(parameters(fitting_model(features, scene.dataset, config.loss, config.seed)))
+        count = size(parameters(make()))
         return count if count < size(parameters(scene.model)) else None
     return None
 
