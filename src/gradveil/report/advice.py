@@ -181,15 +181,10 @@ def _planned(first: str, cost: str, config: Mapping[str, Any], rows: Sequence[Ro
     return Advice(text, cost, audit_command(config, spec, **{**options, "trained": True}))
 
 
-CHANGE_HEAD = ("change", "asked for by", "noise, this alone", "noise, with those above", "expected cost")
-
-
 def change_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return what would have to change for the promise to cost little, cheapest first; a head before it."""
-    changes = [row for row in rows if row["kind"] == "change"]
-    if not changes:
-        return []
-    told = [
+    """Return what would have to change for the promise to cost little, cheapest first: what, asked for by, the noise of
+    this alone and of all up to it, and what that costs."""
+    return [
         (
             row["what"],
             row["how"] or ("–" if row["by_settings"] else "more data, or more clients"),
@@ -197,9 +192,9 @@ def change_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             f"{row['together']:.2g}",
             "two points or less" if row["together"] <= row["limit"] else "more than two points",
         )
-        for row in changes
+        for row in rows
+        if row["kind"] == "change"
     ]
-    return [CHANGE_HEAD, *told]
 
 
 def _untried(row: Row) -> bool:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.base import build as build_attack
 from gradveil.countermeasures import Countermeasure, plain
 from gradveil.errors import AttackError, GradveilError
+from gradveil.files import Row
 from gradveil.gradients.functional import quiet
 from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.protection.defense import Defense
@@ -25,7 +25,6 @@ from gradveil.threats.trial import Public, Trial, attempt, floors, measured
 from gradveil.tree import Params
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update
 
-Row = dict[str, Any]
 View = Callable[[Observation], Observation]
 
 

@@ -167,24 +167,18 @@ def attempt(trials: Sequence[Trial]) -> list[Result]:
         try:
             results |= dict(zip(members, attack.reconstruct_many(views, rngs), strict=True))
         except GradveilError as refused:
-            results |= {i: refused if len(members) == 1 else _alone(attack, trials[i]) for i in members}
+            results |= {i: refused if len(members) == 1 else attempt([trials[i]])[0] for i in members}
     return [results[i] for i in range(len(trials))]
-
-
-def _alone(attack: Attack, trial: Trial) -> Result:
-    try:
-        return attack.reconstruct(trial.view, trial.rng)
-    except GradveilError as error:
-        return error
 
 
 def solved(trials: Sequence[Trial]) -> list[Reconstruction]:
     """Run the trials where none may fail: the first error is raised."""
-    results = attempt(trials)
-    for result in results:
+    results = []
+    for result in attempt(trials):
         if isinstance(result, GradveilError):
             raise result
-    return [result for result in results if isinstance(result, Reconstruction)]
+        results.append(result)
+    return results
 
 
 def measured(
