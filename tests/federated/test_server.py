@@ -64,7 +64,7 @@ def run(server: FedAvg | FedAvgM | FedAdam, steps: list[float]) -> list[float]:
 
 def test_server_optimisers_follow_their_formulas() -> None:
     assert run(FedAvg(), [1, 2]) == [1, 3]
-    assert run(FedAvg(lr=0.5), [1, 2]) == [0.5, 1.5]
+    assert run(FedAvgM(lr=0.5, momentum=0.0), [1, 2]) == [0.5, 1.5]
     assert run(FedAvgM(lr=1.0, momentum=0.5), [1, 2, 0]) == pytest.approx([1, 1 + 2.5, 1 + 2.5 + 1.25])
     m1, v1 = 0.1, 0.99 * 1e-6 + 0.01
     first = 0.01 * m1 / (v1**0.5 + 1e-3)

@@ -257,21 +257,17 @@ class Server(ABC):
 @SERVERS.register("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Server):
-    """Take the average as it is; ``lr`` below 1 goes only part of the way (McMahan et al. 2017)."""
-
-    lr: Weight = 1.0
+    """Take the average as it is (McMahan et al. 2017)."""
 
     def move(self, weights: Params, target: Params, memory: Memory) -> tuple[Params, Memory]:
-        """Return W + lr (target - W)."""
-        if self.lr == 1.0:
-            return target, {}
-        return add(weights, subtract(target, weights), self.lr), {}
+        """Return the average."""
+        return target, {}
 
 
 @SERVERS.register("fedavgm")
 @dataclass(frozen=True)
 class FedAvgM(Server):
-    """Momentum on the server (Hsu et al. 2019)."""
+    """Momentum on the server (Hsu et al. 2019); without momentum, ``lr`` below 1 goes only part of the way."""
 
     lr: Weight = 1.0
     momentum: Decay = 0.9

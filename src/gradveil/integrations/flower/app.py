@@ -47,8 +47,8 @@ from gradveil.integrations.flower.settings import (
 from gradveil.integrations.flower.site import (
     MAP,
     OTHER,
-    RequiredDefense,
     check_map,
+    check_own,
     check_weights,
     is_simulation,
     noise_of,
@@ -90,7 +90,7 @@ def train_message(message: Message, context: Context, settings: FlowerSettings, 
     site = str(context.node_config.get("defense", ""))
     stated = build_defense(site or settings.defense)
     if settings.require_defense and settings.secure_aggregation:
-        RequiredDefense(build_defense(settings.require_defense)).check(stated)
+        check_own(build_defense(settings.require_defense), stated)
         if noise == SIMULATED and not simulation:
             raise DefenseError(f"{OTHER}: this site simulates its noise, and the run is no simulation.")
     defense, ledger = settings.ledger(shares, site)

@@ -31,9 +31,9 @@ from gradveil.integrations.flower.records import (
 )
 from gradveil.integrations.flower.site import (
     OTHER,
-    RequiredDefense,
     check_statement,
     is_simulation,
+    lacks,
     shown,
     statement_in,
     told,
@@ -92,8 +92,8 @@ class CheckedGrid(GridView):
         if not 0 <= max_change < math.inf or not 0 <= max_examples < math.inf:
             raise SpecError("max_change and max_examples must be 0 (no bound of its own) or above.")
         self.max_change, self.max_examples, self.min_replies = max_change, max_examples, min_replies
-        self._usual = RequiredDefense(build(defense)) if defense else None
-        self._demand = RequiredDefense(build(require_defense)) if require_defense else None
+        self._usual = build(defense) if defense else None
+        self._demand = build(require_defense) if require_defense else None
         self._simulation = is_simulation() if simulation is None else simulation
         self._simulated = 0  # replies that say that their noise is simulated
         self._stated: Counter[str] = Counter()  # other defences than the run's, by name
@@ -118,7 +118,7 @@ class CheckedGrid(GridView):
     def _hear(self, sent: Message, reply: Message) -> None:
         """Take note of what the client says that it did; raise where that is not what the run demands."""
         said = statement_in(reply)
-        if said is not None and self._usual is not None and self._usual.lacks(said["settings"]):
+        if said is not None and self._usual is not None and lacks(self._usual, said["settings"]):
             LOG.warning("Node %s: %s, and the run has another.", sent.metadata.dst_node_id, told(said))
             self._stated[shown(said)] += 1
         self._simulated += said is not None and said.get("noise") == SIMULATED

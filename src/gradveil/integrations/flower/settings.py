@@ -24,7 +24,7 @@ from gradveil.data.partition import Indices, deal
 from gradveil.errors import DataError, DefenseError, SpecError, did_you_mean
 from gradveil.federated.server import SERVERS, Checkpoint, Ledger, Memory, planned_run, sample_clients
 from gradveil.federated.settings import Averaging, Training, only_trained
-from gradveil.integrations.flower.site import RequiredDefense, settings_of
+from gradveil.integrations.flower.site import lacks, settings_of
 from gradveil.protection.defense import Defense, accounted, build
 from gradveil.ranges import Count, Positive, Weight, Whole, hints_of, read
 from gradveil.registry import parse
@@ -95,8 +95,7 @@ class FlowerSettings(Averaging):
         if self.batch_size == 0:  # a run config has no None
             object.__setattr__(self, "batch_size", None)
         super().__post_init__()
-        demand = RequiredDefense(build(self.require_defense)) if self.require_defense else None
-        if demand and demand.lacks(settings_of(build(self.defense))):
+        if self.require_defense and lacks(build(self.require_defense), settings_of(build(self.defense))):
             raise SpecError(
                 f"The run demands {self.require_defense!r} and its own defence is {self.defense!r}: every client that "
                 f"does as it is told would be refused. Give the same."
@@ -284,7 +283,7 @@ def memory_of(strategy: flower.Strategy, names: Iterable[str]) -> Memory:
 
 # the settings of gradveil's own server rules -> Flower's names for them
 RENAMED = {
-    "fedavg": {"lr": ""},
+    "fedavg": {},
     "fedavgm": {"lr": "server_learning_rate", "momentum": "server_momentum"},
     "fedadam": {"lr": "eta", "beta1": "beta_1", "beta2": "beta_2", "tau": "tau"},
 }
@@ -299,7 +298,5 @@ def strategy_for(server: str) -> str:
     if spec.name not in RENAMED or not spec.settings.keys() <= RENAMED[spec.name].keys():
         return server
     rule: Any = SERVERS.build(server)
-    if spec.name == "fedavg" and rule.lr != 1.0:
-        raise SpecError("Flower's FedAvg takes the average as it is. Use fedavgm:lr=...,momentum=0 for a smaller step.")
-    pairs = [f"{name}={getattr(rule, own)}" for own, name in RENAMED[spec.name].items() if name]
+    pairs = [f"{name}={getattr(rule, own)}" for own, name in RENAMED[spec.name].items()]
     return ":".join(filter(None, [spec.name, ",".join(pairs)]))

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -228,20 +228,15 @@ def pay(message: Message, context: Context, cost: float, limit: float) -> Accoun
 OTHER = "other defence"  # the word under which updates with another one are counted; a statement is the client's word
 
 
-@dataclass(frozen=True)
-class RequiredDefense:
-    """At least the parts of this defence, with these settings; a client may do more."""
+def lacks(demand: Defense, settings: Iterable[str]) -> bool:
+    """Whether a part of a demanded defence is not among those that a client names (``settings_of``); more may be."""
+    return not set(settings_of(demand)) <= set(settings)
 
-    defense: Defense
 
-    def lacks(self, settings: Iterable[str]) -> bool:
-        """Return whether some part is not among those that a client names, as ``settings_of`` does."""
-        return not set(settings_of(self.defense)) <= set(settings)
-
-    def check(self, own: Defense) -> None:
-        """Raise on a client that is about to do something else: in a secure sum it could not be left out later."""
-        if self.lacks(settings_of(own)):
-            raise DefenseError(f"{OTHER}: this site uses {name_of(own)!r}, the run demands {name_of(self.defense)!r}.")
+def check_own(demand: Defense, own: Defense) -> None:
+    """Raise on a client that is about to do something else: in a secure sum it could not be left out later."""
+    if lacks(demand, settings_of(own)):
+        raise DefenseError(f"{OTHER}: this site uses {name_of(own)!r}, the run demands {name_of(demand)!r}.")
 
 
 def settings_of(defense: Defense) -> list[str]:
@@ -288,12 +283,12 @@ def state(
     reply.content[STATEMENT] = ConfigRecord(said)
 
 
-def check_statement(demand: RequiredDefense, reply: Message, simulation: bool = False) -> None:
+def check_statement(demand: Defense, reply: Message, simulation: bool = False) -> None:
     """Raise unless the reply says that what the run demands was done, with noise that is secret outside simulations."""
-    wanted, said = name_of(demand.defense), statement_in(reply)
+    wanted, said = name_of(demand), statement_in(reply)
     if said is None:
         raise Refused(UNSAID, f"The run demands {wanted!r}, and the reply does not say what was done. {WORD}")
-    if demand.lacks(said["settings"]):
+    if lacks(demand, said["settings"]):
         raise Refused(OTHER, f"{told(said)}, and the run demands {wanted!r}. {WORD}")
     if said["steps"] < 1:
         raise Refused(OTHER, f"The client says that no step was taken under {wanted!r}. {WORD}")

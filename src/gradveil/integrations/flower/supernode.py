@@ -19,7 +19,7 @@ from flwr.supernode import start_client_internal as node
 from gradveil.errors import DefenseError, GradveilError
 from gradveil.integrations.flower.mods import FAILED, PUBLIC, defend_update, other_kind
 from gradveil.integrations.flower.records import LOG, arrays_of, is_training, withhold
-from gradveil.integrations.flower.site import STATEMENT, RequiredDefense, check_statement, is_simulation
+from gradveil.integrations.flower.site import STATEMENT, check_statement, is_simulation
 from gradveil.protection.defense import build
 from gradveil.protection.protect import refuse_idle
 
@@ -102,7 +102,7 @@ class Outlet:
             return defend_update(defense, asked, context, reply)
         if reply.has_error():
             raise DefenseError(FAILED)
-        check_statement(RequiredDefense(defense), reply, is_simulation())
+        check_statement(defense, reply, is_simulation())
         return bare(asked, reply) if private else reply
 
 
