@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gradveil.errors import CertificateError, LayerError
 from gradveil.representation.certify import KINDS, certify, readable_p
-from gradveil.representation.problem import blind_mse, largest_mse, norm
+from gradveil.representation.norms import norm
+from gradveil.representation.problem import blind_mse, largest_mse
 from gradveil.types import Batch
 
 NORMS = (1, 2, inf)

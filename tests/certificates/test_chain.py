@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from certificates.random_networks import fill, pairs, random_network
 from gradveil.errors import CertificateError
-from gradveil.representation.chain import has_modes, step_chain
+from gradveil.representation.problem import has_modes, step_chain
 from gradveil.representation.rules.arithmetic import Scale
 from gradveil.representation.rules.base import Affine
 from gradveil.representation.rules.shapes import Reshape

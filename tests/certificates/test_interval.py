@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from certificates.random_networks import ACTIVATIONS, pairs, random_network
 from gradveil.representation.certify import lipschitz
-from gradveil.representation.chain import StepChain, step_chain
 from gradveil.representation.intervals import (
+    Region,
     box_lipschitz,
     lines,
     plane,
@@ -20,7 +20,7 @@ from gradveil.representation.intervals import (
     unit_rows,
 )
 from gradveil.representation.norms import operator_norm
-from gradveil.representation.problem import Region
+from gradveil.representation.problem import StepChain, step_chain
 from gradveil.representation.rules.activations import Pointwise
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gradveil.errors import CertificateError
 from gradveil.representation import norms
-from gradveil.representation.chain import step_chain
 from gradveil.representation.norms import (
     gram,
     lanczos,
@@ -20,6 +19,7 @@ from gradveil.representation.norms import (
     spectral,
     torus_bound,
 )
+from gradveil.representation.problem import step_chain
 from gradveil.representation.rules.base import Affine
 from gradveil.representation.rules.products import Dense
 from gradveil.representation.rules.windows import Convolution, MaxPool

@@ -11,10 +11,9 @@ from certificates.random_networks import ACTIVATIONS, pairs, random_network
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, representation
 from gradveil.representation.certify import certify
-from gradveil.representation.chain import step_chain
 from gradveil.representation.intervals import propagate, pull_rounding, unit_rows
-from gradveil.representation.norms import Precision, forward_error, operator_norm, slack
-from gradveil.representation.problem import norm
+from gradveil.representation.norms import Precision, forward_error, norm, operator_norm, slack
+from gradveil.representation.problem import step_chain
 
 SINGLE = Precision.exactly(torch.float32)
 

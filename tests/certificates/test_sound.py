@@ -20,7 +20,7 @@ from certificates.random_networks import pairs, random_network
 from gradveil.errors import CertificateError
 from gradveil.modules import find_layer, representation
 from gradveil.representation.certify import certify
-from gradveil.representation.problem import norm
+from gradveil.representation.norms import norm
 
 TRIPLES = int(os.environ.get("GRADVEIL_TRIPLES", "60"))
 NORMS = (1, 2, inf)

@@ -201,7 +201,7 @@ class RepresentationCertified(LayerDefense):
 
 def _check(model: nn.Module, x: Tensor) -> None:
     """Raise unless the certificate is about the function and the inputs that are trained on."""
-    from gradveil.representation.chain import has_modes
+    from gradveil.representation.problem import has_modes
 
     if model.training and has_modes(model):
         raise DefenseError(

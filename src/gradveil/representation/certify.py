@@ -21,8 +21,8 @@ from torch import Generator, Tensor, nn
 from gradveil.errors import CertificateError, did_you_mean
 from gradveil.gradients.functional import quiet
 from gradveil.modules import prefix
-from gradveil.representation.chain import is_reshape
 from gradveil.representation.intervals import (
+    Region,
     box_lipschitz,
     plane,
     propagate,
@@ -31,20 +31,8 @@ from gradveil.representation.intervals import (
     tighten,
 )
 from gradveil.representation.jacobian import FunctionJacobian, Jacobian
-from gradveil.representation.norms import Norm, lanczos
-from gradveil.representation.problem import (
-    RANGE,
-    ROUNDING,
-    SCOPE,
-    Certificate,
-    Kind,
-    Problem,
-    Region,
-    dual_norm,
-    farthest,
-    norm,
-    ratio,
-)
+from gradveil.representation.norms import ROUNDING, Norm, dual_norm, farthest, lanczos, norm, ratio
+from gradveil.representation.problem import RANGE, SCOPE, Certificate, Kind, Problem, is_reshape
 from gradveil.representation.rules.activations import Interval
 from gradveil.representation.scores import row_norms
 

@@ -6,17 +6,50 @@ with |A| for the radius.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
-from gradveil.representation.chain import StepChain, is_reshape
-from gradveil.representation.norms import operator_norm, slack, spectral
-from gradveil.representation.problem import Region
+from gradveil.representation.norms import ROUNDING, dual_norm, operator_norm, slack, spectral
+from gradveil.representation.problem import StepChain, is_reshape
 from gradveil.representation.rules.activations import Curve, Interval, Pointwise
 from gradveil.representation.rules.base import Affine, Step
 from gradveil.representation.rules.windows import MaxPool
+
+
+@dataclass(frozen=True)
+class Region:
+    """The p-ball of radius R around x, cut to the data range; without a radius the whole range."""
+
+    x: Tensor  # (1, *shape) float64
+    lower: Tensor  # (1, *shape): the smallest box around the region
+    upper: Tensor
+    p: float
+    radius: float
+
+    @classmethod
+    def whole(cls, x: Tensor, bounds: tuple[float, float]) -> "Region":
+        x = x.to(torch.float64)
+        return cls(x, torch.full_like(x, bounds[0]), torch.full_like(x, bounds[1]), inf, inf)
+
+    @classmethod
+    def ball(cls, x: Tensor, p: float, radius: float, bounds: tuple[float, float]) -> "Region":
+        """Return the ball around x (1, *shape), cut to the data range."""
+        x = x.to(torch.float64)
+        return cls(x, (x - radius).clamp(*bounds), (x + radius).clamp(*bounds), p, radius)
+
+    def highest(self, rows: Tensor, constant: Tensor) -> Tensor:
+        """Return the largest value (M,) that planes rows·x + constant take here, widened for rounding."""
+        lower, upper = self.lower.flatten(1), self.upper.flatten(1)
+        corner = torch.where(rows > 0, upper, lower)
+        top = (rows * corner).sum(1)
+        if self.p != inf:
+            at_centre = rows @ self.x.flatten()
+            top = torch.minimum(top, at_centre + self.radius * dual_norm(rows, self.p))
+        wide = (rows.abs() * corner.abs()).sum(1) + constant.abs()
+        return top + constant + (ROUNDING + rows.shape[1] * 2.0**-52) * wide
 
 
 def exact_range(step: Step, lower: Tensor, upper: Tensor) -> Interval:

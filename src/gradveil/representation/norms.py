@@ -29,6 +29,7 @@ from gradveil.representation.rules.products import Dense
 from gradveil.representation.rules.shapes import Move
 from gradveil.representation.rules.windows import Average, Convolution, MaxPool
 
+ROUNDING = 1e-12  # relative, of a sum computed here in float64: thousands of roundings
 DENSE = 4096  # largest side of a Gram matrix that is formed
 DIRECT = 1024  # largest side whose eigenvalues are all computed
 SLACKS = (1e-8, 1e-6, 1e-4, 1e-2, 0.2)  # of a verified eigenvalue, relative: the first that the proof allows
@@ -41,6 +42,29 @@ class Norm:
     value: float
     kind: Literal["exact", "upper bound"]
     how: str
+
+
+def norm(x: Tensor, p: float) -> Tensor:
+    """Return the p-norm of each row (N,) of x (N, ...)."""
+    found: Tensor = torch.linalg.vector_norm(x.flatten(1), p, dim=1)
+    return found
+
+
+def dual_norm(x: Tensor, p: float) -> Tensor:
+    """Return the norm dual to p of each row: inf for 1, 2 for 2, 1 for inf."""
+    return norm(x, {1: inf, 2: 2, inf: 1}[p])
+
+
+def farthest(x: Tensor, bounds: tuple[float, float], p: float) -> Tensor:
+    """Return the largest distance (N,) from x to an image in the data range."""
+    low, high = bounds
+    return norm(torch.maximum(x - low, high - x), p)
+
+
+def ratio(distance: Tensor, size: Tensor | float) -> Tensor:
+    """Return distance / size (N,): infinite where f does not move at all, 0 where r′ is r."""
+    size = torch.as_tensor(size, dtype=distance.dtype, device=distance.device)
+    return torch.where(distance > 0, distance / size, torch.zeros_like(distance))
 
 
 def check_p(p: float) -> float:

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from docpages import blocks, section
 from gradveil.errors import CertificateError
 from gradveil.representation import rules
-from gradveil.representation.chain import step_chain
 from gradveil.representation.jacobian import FunctionJacobian, Tape
+from gradveil.representation.problem import step_chain
 from gradveil.representation.recorder import walkable
 from gradveil.representation.rules.base import PLAIN, RULES
 from gradveil.representation.scores import linearise
