@@ -9,7 +9,7 @@ from gradveil.auditing.run_folder import Row
 from gradveil.countermeasures import Tier
 from gradveil.errors import SpecError, did_you_mean
 from gradveil.metrics import Interval
-from gradveil.threats.rows import GRADES, Line, best_floor, figure_errors, group, lines, proved_of
+from gradveil.threats.rows import GRADES, Floor, Line, best_floor, figure_errors, group, lines, proved_of
 from gradveil.threats.verdict import WHO, Verdict, article, declaration_errors, verdicts
 
 if TYPE_CHECKING:
@@ -97,11 +97,13 @@ def _out_of_time(name: str, rows: Sequence[Row], mine: Sequence[Line]) -> int:
     return len(left) + sum(line.out_of_time > 0 for line in mine)
 
 
+MEASURED = ("defense", "mu_proved", "mu_measured", "low", "high", "verdict", "reasons", "why")
 SCHEMA = 1  # of the layout: a key that goes or changes its meaning raises it, a new key does not
 
 
 def summary(found: "Audit", page: Path, fail_on: FailOn | None, tiers: Sequence[str] = GATED) -> dict[str, Any]:
     """Return all that a program may ask of an audit."""
+    floor, measured = best_floor(found.rows), [r for r in found.rows if r.get("certificate") == "measured"]
     return {
         "schema": SCHEMA,
         "versions": found.store.versions,
@@ -112,9 +114,9 @@ def summary(found: "Audit", page: Path, fail_on: FailOn | None, tiers: Sequence[
         "errors": declaration_errors(found.rows) + figure_errors(found.rows),
         "headline": found.headline,
         "gate": None if fail_on is None else _gate_summary(found.rows, fail_on, tiers),
-        "floor": _floor(found.rows),
+        "floor": floor and _floor(floor),
         "verdicts": [_verdict(v) for v in found.verdicts],
-        "measured": [_measured(row) for row in found.rows if row.get("certificate") == "measured"],
+        "measured": [{key: row[key] for key in MEASURED if key in row} for row in measured],
         "lines": [_line(line) for line in found.lines],
         "not_run": not_run(found.rows),
         "notes": [row["says"] for row in found.rows if row["kind"] == "note"],
@@ -149,30 +151,15 @@ def _gate_summary(rows: Sequence[Row], fail_on: FailOn, tiers: Sequence[str]) ->
     return said | {"defenses": [{"defense": name} | asdict(gate) for name, gate in each.items()]}
 
 
-def _measured(row: Row) -> dict[str, Any]:
-    keys = ("defense", "mu_proved", "mu_measured", "low", "high", "verdict", "reasons", "why")
-    return {key: row[key] for key in keys if key in row}
-
-
-def _floor(rows: Sequence[Row]) -> dict[str, Any] | None:
-    floor = best_floor(rows)
-    if floor is None:
-        return None
-    return {
-        "guess": floor.guess,
-        "error": asdict(floor.error),
-        "mse": asdict(floor.mse),
-        "identified": _share(floor.identified),
-    }
+def _floor(floor: Floor) -> dict[str, Any]:
+    errors = {"error": asdict(floor.error), "mse": asdict(floor.mse)}
+    return {"guess": floor.guess, **errors, "identified": _share(floor.identified)}
 
 
 def _verdict(v: Verdict) -> dict[str, Any]:
-    lines = {
-        name: None if line is None else _line(line)
-        for name, line in (("oblivious", v.oblivious), ("adaptive", v.adaptive))
-    }
-    tiers = [asdict(t) | {"line": None if t.line is None else _line(t.line)} for t in v.tiers]
-    return asdict(v) | lines | {"tiers": tiers}
+    tiers = [asdict(t) | {"line": t.line and _line(t.line)} for t in v.tiers]
+    both = {"oblivious": v.oblivious and _line(v.oblivious), "adaptive": v.adaptive and _line(v.adaptive)}
+    return asdict(v) | both | {"tiers": tiers}
 
 
 def _line(line: Line) -> dict[str, Any]:
