@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating
 from gradveil.attacks.labels import read_at, with_labels
 from gradveil.attacks.rounds import at_one_model, entry_weights
 from gradveil.attacks.search.equations import Prior, input_equations, refuse_recurrent
@@ -109,8 +109,7 @@ class Mixture:
 
 def mixture_of(sent: Observation, attack: str) -> Mixture:
     """Return the mixture that an update shows; raise where the model or the update has none."""
-    check_seen([sent])
-    refuse_adaptive([sent], attack)
+    check_seen([sent], sizes_for=attack)
     seen = sent.as_one_step()
     visit = readable_layer(seen)
     check_alone(seen, visit.path)
@@ -265,8 +264,7 @@ class Analytic(Attack):
     restarts: Count = 2  # the first from the prior's mean, others from draws of it
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
-        check_seen([seen])
-        refuse_adaptive([seen], "analytic")
+        check_seen([seen], sizes_for="analytic")
         (sent,) = with_labels(at_one_model([seen]), [rng])
         seen = sent.as_one_step()
         visit = readable_layer(seen)

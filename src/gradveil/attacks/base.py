@@ -302,10 +302,11 @@ def build(spec: str | Attack) -> Attack:
     return ATTACKS.build(spec)
 
 
-def check_seen(seen: Sequence[Observation], for_ids: bool = False) -> None:
+def check_seen(seen: Sequence[Observation], for_ids: bool = False, sizes_for: str = "") -> None:
     """Raise unless each update fits its model and shows something to match, and the model can be run again.
 
     Inputs that are ids of tokens have no derivative, and are refused where an attack is not made for them.
+    ``sizes_for``: the attack that needs the sizes of a gradient's entries (see ``refuse_adaptive``).
     """
     for s in seen:
         if s.modality.last and not for_ids:
@@ -315,6 +316,8 @@ def check_seen(seen: Sequence[Observation], for_ids: bool = False) -> None:
             raise AttackError("Every tensor of the update has weight 0: there is nothing to match.")
     for s in {id(s.model): s for s in seen}.values():
         _check_model(s)
+    if sizes_for:
+        refuse_adaptive(seen, sizes_for)
 
 
 def _check_model(seen: Observation) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor, nn
 
-from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, build, check_seen, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, build, check_seen
 from gradveil.attacks.labels import recover_labels
 from gradveil.attacks.planted import nothing
 from gradveil.errors import AttackError, LayerError
@@ -94,8 +94,7 @@ class Fishing(Malicious):
         return int((p - (batch.labels == target).float()).abs().argmax())
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
-        check_seen([seen])
-        refuse_adaptive([seen], "fishing")
+        check_seen([seen], sizes_for="fishing")
         count, caught = _fished(seen)
         if caught is None:  # no example of the class was there
             return nothing(seen, {"fished": count})

@@ -16,7 +16,6 @@ from gradveil.attacks.base import (
     in_groups,
     in_parts,
     peak_bytes,
-    refuse_adaptive,
 )
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import pooled
@@ -124,8 +123,7 @@ class Newton(Attack):
 def ready(seen: Sequence[Observation], rngs: Sequence[Generator], attack: str) -> list[Observation]:
     """Return the observations as equations are made from them: labels read, and of one step where that is exact."""
     every = [r for s in seen for r in (s, *s.rounds)]
-    check_seen(every)
-    refuse_adaptive(every, attack)
+    check_seen(every, sizes_for=attack)
     labelled = with_labels([pooled(s) for s in seen], rngs)
     return [replace(_one_step(s), rounds=tuple(_one_step(r, s.labels) for r in s.rounds)) for s in labelled]
 

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import skip_init
 
 from gradveil.attacks.analytic import FAINT, agreeing_rows, examples_behind
-from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, check_seen, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Malicious, check_seen
 from gradveil.errors import AttackError
 from gradveil.gradients.functional import quiet
 from gradveil.modules import Link, prefix, sequential, trace
@@ -108,8 +108,7 @@ class Sums:
 
 def sums(seen: Observation, attack: str) -> Sums:
     """Read the first fully connected layer of the model that was sent."""
-    check_seen([seen])
-    refuse_adaptive([seen], attack)
+    check_seen([seen], sizes_for=attack)
     dense = trace(seen.model, seen.input_shape).visits[:1]
     path = dense[0].path if dense and isinstance(dense[0].layer, nn.Linear) else ""
     if not path or not {f"{path}.weight", f"{path}.bias"} <= set(seen.visible):

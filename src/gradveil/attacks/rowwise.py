@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from gradveil import pace
 from gradveil.attacks.analytic import Mixture, behind, mixed
-from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating, refuse_adaptive
+from gradveil.attacks.base import ATTACKS, AppliesTo, Attack, check_alone, check_seen, differentiating
 from gradveil.attacks.labels import with_labels
 from gradveil.attacks.rounds import at_one_model
 from gradveil.attacks.search.equations import Prior, input_equations, refuse_recurrent
@@ -93,8 +93,7 @@ class Rowwise(Attack):
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
         refuse_all_but_tables([seen], "rowwise")
-        check_seen([seen])
-        refuse_adaptive([seen], "rowwise")
+        check_seen([seen], sizes_for="rowwise")
         (seen,) = with_labels(at_one_model([seen]), [rng])
         labels = seen.labels
         seen = replace(seen.as_one_step(), model=deepcopy(seen.model).double().requires_grad_())

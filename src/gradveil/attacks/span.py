@@ -42,8 +42,7 @@ class Words(Attack):
     applies_to = (AppliesTo(("tokens",), default="", turn=1),)
 
     def reconstruct(self, seen: Observation, rng: Generator) -> Reconstruction:
-        check_seen([seen], for_ids=True)
-        refuse_adaptive([seen], "words")
+        check_seen([seen], for_ids=True, sizes_for="words")
         (seen,) = at_one_model([seen])
         name = f"{word_table(seen)}.weight"
         rows = seen.update.gradient.get(name)
