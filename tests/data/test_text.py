@@ -156,3 +156,30 @@ def test_from_a_file_to_the_report(tmp_path: Path) -> None:
     assert '<span class="got">cat</span>' in page
     assert "Sequences recovered" in page
     assert "images" not in page.split("</head>")[1].split('id="run"')[0].replace("--images", "")  # the option
+
+
+def test_a_pretrained_tokenizer_gives_its_own_ids_and_pieces(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "knee", "hurts", "##ing", "##s"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)])
+    made.enable_truncation(3)
+    made.enable_padding()
+    made.save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "notes.txt"
+    file.write_text("\n".join(["bad\tknees hurts"] * 4 + ["good\tknee"] * 4))
+    data = load(f"text:path={file},length=6,tokenizer={tmp_path}")
+    rows = {tuple(row.tolist()) for split in (data.train, data.test) for row in split.batch().inputs.long()}
+    assert rows == {(2, 4, 7, 5, 3, 0), (2, 4, 3, 0, 0, 0)}
+    assert data.modality.vocabulary == ("", *pieces[1:])  # type: ignore[attr-defined]
+    file.write_text("knees hurts knee hurts knee hurts knees knees")
+    data = load(f"text:path={file},length=2,tokenizer={tmp_path / 'tokenizer.json'}")
+    assert data.num_classes == len(pieces)
+    assert not any(bool(((row == 2) | (row == 3)).any()) for row in data.train.batch().inputs)  # passages are parts
+    with pytest.raises(DataError, match="nothing is downloaded"):
+        load(f"text:path={file},tokenizer={tmp_path / 'nowhere'}")
+    other = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    other.save(str(tmp_path / "other.json"))
+    with pytest.raises(DataError, match="token 0 is 'a' and not padding"):
+        load(f"text:path={file},tokenizer={tmp_path / 'other.json'}")

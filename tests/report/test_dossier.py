@@ -129,6 +129,22 @@ def test_a_dossier_says_what_was_tried_found_proved_and_spent(runs: Path, comman
     page = Path("dossier/dossier.html").read_text()
     assert "<script" not in page
     assert "Adaptive server" in page
+    assert "Not signed." in page
+
+
+def test_a_record_that_was_picked_from_a_list_is_not_called_rebuilt(
+    runs: Path, command: Command, tmp_path: Path
+) -> None:
+    def lowest(run: Path, out: str) -> list[list[str]]:
+        _, said, _ = command("dossier", str(run), "--out", str(tmp_path / out), "--json")
+        return next(field["rows"] for field in json.loads(said)["fields"] if field["name"] == "records")
+
+    run = shutil.copytree(runs / "audited", tmp_path / "picked")
+    lines = (run / "rows.jsonl").read_text().splitlines()
+    known = [row for row in map(json.loads, lines) if row["kind"] == "attack" and row["defense"] != "none"]
+    picked = known[0] | {"attack": "candidates", "tier": "informed", "mse": 0.0, "unit": "piece/list", "of": 1}
+    (run / "rows.jsonl").write_text("\n".join([*lines, json.dumps(picked)]) + "\n")
+    assert lowest(run, "with") == lowest(runs / "audited", "without")
 
 
 def test_a_forged_file_is_noticed_and_a_key_signs(runs: Path, command: Command) -> None:
@@ -145,6 +161,7 @@ def test_a_forged_file_is_noticed_and_a_key_signs(runs: Path, command: Command) 
         )
     assert command("dossier", str(runs / "audited"), "--key", "own.pem", "--out", "filed")[0] == 0
     assert command("dossier", "--check", "filed", "--key", "own.pub")[0] == 0
+    assert "Signed, key " in Path("filed/dossier.html").read_text()
     assert command("dossier", "--check", "filed")[0] == 0
     assert command("dossier", "--check", "filed", "--key", "other.pub")[0] == 3
     page = Path("filed/dossier.html")

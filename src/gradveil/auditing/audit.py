@@ -149,10 +149,8 @@ def audit(
         with pace.Limit(pace.seconds_of(chosen.minutes) - (pace.clock() - began)) as limit:
             scene = build_setup(chosen, data, copy.deepcopy(built).train(), defended, attacked)
             if limit.left <= 0:
-                raise SpecError(
-                    f"Setting up took {pace.clock() - began:.0f} seconds, and the limit is {chosen.minutes:g} minutes. "
-                    f"Give more."
-                )
+                took = f"{pace.seconds_of(chosen.minutes) - limit.left:.0f} seconds"  # since the command began
+                raise SpecError(f"Setting up took {took}, and the limit is {chosen.minutes:g} minutes. Give more.")
             with (
                 RunFolder.start(out or default_folder(), chosen, resume, AuditConfig.FREE) as store,
                 one_thread(is_small(built, data.input_shape)),

@@ -138,7 +138,10 @@ class _Watch:
 
     def _code(self, code: int) -> int:
         if self.over and self.said in (None, 128 + signal.SIGTERM):
-            _tell("the time (--minutes) was over and the command had not ended, so it was ended: nothing has passed.")
+            _tell(
+                "the time (--minutes) was over and the command had not ended, so it was ended: nothing has passed. "
+                "A run folder keeps what was finished: --resume."
+            )
             return 2
         if self.said is not None:
             return 128 + self.told if self.told and self.said == 128 + signal.SIGTERM else self.said

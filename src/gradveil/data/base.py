@@ -156,7 +156,7 @@ class Source(ABC):
 def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | None = None) -> Dataset:
     """Return a data set by name, e.g. ``digits``, ``mnist`` or ``folder:path=photos,size=32``.
 
-    A file ``notes.txt`` is text. ``data`` (or the environment variable ``GRADVEIL_DATA``) names the local data folder.
+    A file ``notes.txt`` is text, a folder ``photos`` images. ``data`` (or GRADVEIL_DATA) names the local data folder.
     A function, or ``package.module:function``, gives a user's own data: it returns a ``Dataset``, ``(inputs, labels)``,
     a pair of these for train and test, or a data set of Hugging Face's, and is called with ``data=`` where it takes
     that.
@@ -169,8 +169,10 @@ def load(name: str | Source | Dataset | Callable[..., Any], data: str | Path | N
     folder = Path(text).expanduser() if text else None
     if data is not None and folder is not None and not folder.is_dir():
         raise DataError(f"The data folder {str(folder)!r} does not exist. Give an existing folder, or leave it out.")
-    if isinstance(name, str) and name.lower().endswith(".txt") and "=" not in name:
-        return DATASETS.build(DATASETS.get("text")(path=name)).load(folder)  # type: ignore[call-arg]
+    if isinstance(name, str) and "=" not in name and name not in DATASETS.names():
+        kind = "text" if name.lower().endswith(".txt") else "folder" if inside(folder, name).is_dir() else ""
+        if kind:
+            return DATASETS.build(DATASETS.get(kind)(path=name)).load(folder)  # type: ignore[call-arg]
     factory = import_object(name) if isinstance(name, str) and is_import_path(name) else name
     if callable(factory):
         takes_data = "data" in inspect.signature(factory).parameters

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from gradveil.data.base import DATASETS, Array, Dataset, Source, Split, hold_out, inside
-from gradveil.errors import DataError
+from gradveil.errors import DataError, MissingExtraError
+from gradveil.files import wrap_parse_errors
 from gradveil.modalities.tokens import PADDING, SPECIAL, START, UNKNOWN, Tokens
 from gradveil.ranges import Between, Range
 
@@ -34,30 +35,30 @@ def from_texts(
     length: int = 32,
     vocabulary: int = 2048,
     test_share: float = 0.2,
+    tokenizer: str = "",
     test_from: int | None = None,
 ) -> Dataset:
     """Return a data set of texts, each with its class; without classes, of passages whose next tokens are the targets.
 
     The vocabulary is the most frequent words of all the texts, and public. Texts with a class are cut to ``length``
     tokens; those without are cut into passages of that many. Those with a class from number ``test_from`` on are the
-    test; without it a share is set aside.
+    test; without it a share is set aside. A ``tokenizer`` is that of a pretrained model: its pieces are the vocabulary,
+    and what it puts around a text with a class stays.
     """
     if labels is not None and len(labels) != len(texts):
         raise DataError(f"{name} has {len(texts)} texts and {len(labels)} labels; give one for each.")
-    split = [words_of(text) for text in texts]
-    counts = Counter(word for words in split for word in words)
-    if not counts:
+    if tokenizer:
+        ids, kind = _in_pieces(texts, Path(tokenizer).expanduser(), whole=labels is not None)
+    else:
+        ids, kind = _in_words(texts, vocabulary, [] if labels is None else [START])
+    if not any(one[labels is not None :] for one in ids):
         raise DataError(f"{name} has no words in it: it is empty, or holds no text.")
-    known = tuple(word for word, _ in counts.most_common(vocabulary - len(SPECIAL)))
-    number = {word: i for i, word in enumerate(known, len(SPECIAL))}
-    ids = [[number.get(word, UNKNOWN) for word in words] for words in split]
-    kind = Tokens((*SPECIAL, *known))
     if labels is None:
         inputs, targets = _passages(name, ids, length)
         names = kind.vocabulary
     else:
         names = tuple(sorted(set(labels)))
-        inputs = np.stack([_row([START, *one], length) for one in ids])
+        inputs = np.stack([_row(one, length) for one in ids])
         place = {name: i for i, name in enumerate(names)}
         targets = np.array([place[label] for label in labels], np.int64)
     if len(inputs) < 2:
@@ -66,6 +67,33 @@ def from_texts(
     parts = hold_out(targets, test_share) if test_from is None else (everyone[:test_from], everyone[test_from:])
     train, test = (Split(inputs[i], torch.from_numpy(targets[i]), 1.0) for i in parts)
     return Dataset(name, train, test, names, kind)
+
+
+def _in_words(texts: Sequence[str], vocabulary: int, before: list[int]) -> tuple[list[list[int]], Tokens]:
+    """Return the ids of texts by their most frequent words, each text with ``before`` in front of it."""
+    split = [words_of(text) for text in texts]
+    counts = Counter(word for words in split for word in words)
+    known = tuple(word for word, _ in counts.most_common(vocabulary - len(SPECIAL)))
+    number = {word: i for i, word in enumerate(known, len(SPECIAL))}
+    return [[*before, *(number.get(word, UNKNOWN) for word in words)] for words in split], Tokens((*SPECIAL, *known))
+
+
+def _in_pieces(texts: Sequence[str], path: Path, whole: bool) -> tuple[list[list[int]], Tokens]:
+    """Return the ids of texts by a pretrained tokenizer, with what it puts around them where they are whole."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingExtraError("A pretrained tokenizer", "transformers") from error
+    file = path / "tokenizer.json" if path.is_dir() else path
+    with wrap_parse_errors(file, DataError, "Give a folder that save_pretrained() wrote; nothing is downloaded."):
+        spell = Tokenizer.from_file(str(file))
+    spell.no_padding()
+    spell.no_truncation()
+    pieces = [spell.id_to_token(i) or "" for i in range(spell.get_vocab_size())]
+    if pieces[PADDING] not in ("[PAD]", "<pad>"):
+        raise DataError(f"{file}: token {PADDING} is {pieces[PADDING]!r} and not padding, as it is in BERT's and T5's.")
+    ids = [one.ids for one in spell.encode_batch(list(texts), add_special_tokens=whole)]
+    return ids, Tokens(("", *pieces[1:]))
 
 
 def _row(ids: Sequence[int], length: int) -> Array:
@@ -93,6 +121,7 @@ class TextFile(Source):
     length: Length = 32  # tokens of a sequence
     vocabulary: Size = 2048  # tokens at most; rarer words are unknown
     test_share: Between = 0.2
+    tokenizer: str = ""  # of a pretrained model: its folder, or its tokenizer.json; in place of a vocabulary
 
     def load(self, data: Path | None) -> Dataset:
         path = inside(data, self.path)
@@ -104,7 +133,7 @@ class TextFile(Source):
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not text in UTF-8 (byte {error.start}). Save it as UTF-8.") from error
-        settings = (self.length, self.vocabulary, self.test_share)
+        settings = (self.length, self.vocabulary, self.test_share, self.tokenizer)
         lines = [line.split("\t", 1) for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and all(len(line) == 2 for line in lines):
             return from_texts(path.name, [line[1] for line in lines], [line[0].strip() for line in lines], *settings)

@@ -24,7 +24,7 @@ from gradveil.integrations.monitor import NODES
 from gradveil.report.page import fill
 from gradveil.report.plain import in_plain_words, name_of
 from gradveil.report.rounds import DELTA, round_row
-from gradveil.threats.rows import best_floor, modality_of, read
+from gradveil.threats.rows import best_floor, is_listed, modality_of, read
 from gradveil.threats.verdict import UNDETECTABLE, WHO, Verdict, badges, verdicts
 
 DATA, PAGE, MANIFEST, SIGNATURE, EVIDENCE = "dossier.json", "dossier.html", "manifest.json", "manifest.sig", "evidence"
@@ -74,7 +74,8 @@ def dossier(inputs: Sequence[Path], out: Path, about: Path | None = None, key: P
         raise DossierError(f"{out} is not empty. Give another --out: a dossier is not written over.")
     signer = None if key is None else _private_key(key)
     found = _read(inputs, about)
-    made = _content(found)
+    public = None if signer is None else signer.public_key().public_bytes_raw().hex()
+    made = _content(found) | {"signed_by": public}
     out.mkdir(parents=True, exist_ok=True)
     held = {DATA: (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode(), **found.evidence}
     held[PAGE] = fill("dossier.html", made).encode()
@@ -82,7 +83,6 @@ def dossier(inputs: Sequence[Path], out: Path, about: Path | None = None, key: P
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out / path, data)
     hashes = {path: hashlib.sha256(data).hexdigest() for path, data in sorted(held.items())}
-    public = None if signer is None else signer.public_key().public_bytes_raw().hex()
     manifest = json.dumps({"made": made["made"], "files": hashes, "public_key": public}, indent=2).encode()
     write_atomically(out / MANIFEST, manifest)
     if signer is not None:
@@ -271,7 +271,7 @@ def _of_audits(found: Inputs) -> list[Field]:
             controls.append([f"Blind guess ({floor.guess})", "-", error])
         best: dict[str, dict[int, float]] = {}
         for m in read(rows, "attack"):
-            if m.known and m.defense != "none":
+            if m.known and m.defense != "none" and not is_listed(m.attack):
                 mine = best.setdefault(m.defense, {})
                 mine[m.example] = min(m.error, mine.get(m.example, m.error))
         for defense, errors in best.items():

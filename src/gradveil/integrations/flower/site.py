@@ -45,7 +45,11 @@ REGISTRIES = {
     "schedule": "gradveil.federated.settings:SCHEDULES",
 }
 SITE = ("dataset", "model", "loss", "data")  # what a site may set by --node-config in place of the run
-FILES = {"dataset": {"path"}, "defense": {"prior", "secret"}, "model": {"weights"}}  # settings that name a file
+FILES = {
+    "dataset": {"path", "tokenizer"},
+    "defense": {"prior", "secret"},
+    "model": {"weights"},
+}  # settings that name a file
 WORDS: dict[str, dict[str, tuple[str, ...]]] = {  # settings that name a file or code unless they are one of these
     "defense": {"shape": ("iso", "public")},
     "model": {"backbone": tuple(PACKAGED)},
