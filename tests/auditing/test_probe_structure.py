@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from gradveil.threats.probing.function import Tried
 from gradveil.threats.probing.structure import _still_sums
 
 
@@ -14,8 +15,9 @@ def test_a_tensor_whose_gradient_is_zero_has_no_direction_without_noise() -> Non
     gradient = torch.cat([torch.zeros(8), torch.randn(8, generator=rng)])
     parts = {"lora_a": slice(0, 8), "lora_b": slice(8, 16)}
     function = SimpleNamespace(parts=parts, tree=lambda x: {name: x[part].view(2, 4) for name, part in parts.items()})
-    assert _still_sums(function, noise, noise, (), [gradient]) is None  # type: ignore[arg-type]
+    tried = Tried(function, (), [gradient])  # type: ignore[arg-type]
+    assert _still_sums(tried, noise, noise) is None
     noise[:, 8:] -= torch.outer(noise[:, 8:] @ gradient[8:], gradient[8:]) / gradient[8:].square().sum()
-    flaw = _still_sums(function, noise, noise, (), [gradient])  # type: ignore[arg-type]
+    flaw = _still_sums(tried, noise, noise)
     assert flaw is not None
     assert "lora_b along the gradient" in str(flaw)

@@ -33,6 +33,12 @@ FOUND = {
     "low_bits": "the 16 lowest bits",
     "wide_type": "in float64",
     "in_buffers": "tensors that the model has not",
+    "two_keys": "no more than 21 bits",
+    "next_follows": "are drawn by themselves",
+    "hidden_sums": "are drawn by themselves",
+    "low_rank_whole": "are drawn by themselves",
+    "codebook": "its law has edges",
+    "turned_pairs": "picks the right one in 24 of 24",
 }
 UNDONE = {  # by a server of what was found, whatever is declared
     "twins": "quiet", "numpy_twins": "quiet", "quiet_subspace": "quiet", "weight_and_bias": "quiet",
@@ -48,6 +54,13 @@ NEEDED = {  # rule: a defence, and what is said of it by this rule alone
     "structure._silent_runs": ("rare_rounds", "of all draws there is hardly any"),
     "structure.round_flaws": ("negated_later", "hangs together"),
     "structure._of_size": ("small_gradients_spared", "times the size have hardly any"),
+    "structure._of_time": ("at_night", "there is hardly any"),
+    "structure._of_caller": ("knows_the_audit", "where no audit is on the call stack"),
+    "structure._of_message": ("key_in_the_message", "it follows from the gradient or from what is sent"),
+    "structure.tied": ("sizes_follow", "of 5854 entries are drawn by themselves"),
+    "structure.odd_law": ("uniform_noise", "times as clearly as under normal noise"),
+    "structure._again": ("own_generator", "came up twice"),
+    "probes.picked_by_moments": ("powers_of_two", "picks the right one in"),
     "probes.hidden_bits": ("low_bits", "lowest bits"),
     "probes.beside": ("wide_type", "Beside the numbers"),
     "probes.told_apart": ("fixed_length", "are picked out of 6"),
@@ -59,7 +72,7 @@ NEEDED = {  # rule: a defence, and what is said of it by this rule alone
     "noise_tests._rounds": ("same_each_round", "rounds is declared to be independent"),
 }
 NOTHING: dict[str, object] = {
-    "structure.round_flaws": [], "structure._of_size": [], "probes.beside": [], "probes._Probe._clients": ([], []),
+    "structure.round_flaws": [], "probes.beside": [], "probes._Probe._clients": [],
     "probes.told_apart": "",
 }  # fmt: skip
 

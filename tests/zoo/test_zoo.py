@@ -1,6 +1,7 @@
 """Every defence of the zoo has its truth and keeps to the contract; the audit finds the truth of a few of them."""
 
 import copy
+import runpy
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -125,3 +126,12 @@ def test_the_audit_finds_the_truth_about_a_few(tmp_path: Path) -> None:
 def test_without_probes_the_zoo_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene, "probe", lambda *args, **kwargs: Probed())
     assert wrong(UNDECLARED, tmp_path) == UNDECLARED
+
+
+def test_results_are_drawn_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = Path(__file__).resolve().parents[2] / "tools"
+    monkeypatch.syspath_prepend(str(tools))
+    zoo = runpy.run_path(str(tools / "zoo.py"), run_name="zoo_tool")
+    found = zoo["Result"]("twins", "a scene", "a family", "whiten", False, {}, "-", ("An error.",), "-", "", True, 1.0)
+    assert "WRONG  twins" in zoo["table"]([found])
+    assert "0 of 1 broken defences that can be found are exposed (missed: twins)" in zoo["summary"]([found])

@@ -8,7 +8,7 @@ declaration is said first.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Generator, Tensor, nn
@@ -24,7 +24,7 @@ from gradveil.protection.defense import Defense, NoDefense, check_servers
 from gradveil.seeds import Seeds
 from gradveil.threats.probing.batches import find_on_batch, simulate_perturb
 from gradveil.threats.probing.findings import DRAWS, KEPT, MOST, WORK, Explorer, Found
-from gradveil.threats.probing.function import DefenseFunction, Secret, as_client, beside, own_numbers, secrets
+from gradveil.threats.probing.function import DefenseFunction, Secret, Tried, as_client, beside, own_numbers, secrets
 from gradveil.threats.probing.noise_tests import (
     CHOICES,
     claims,
@@ -33,6 +33,7 @@ from gradveil.threats.probing.noise_tests import (
     distance,
     is_plain,
     looked_at,
+    picked_by_moments,
     reproduces,
     told_apart,
     viewed,
@@ -149,32 +150,51 @@ class _Probe:
     num_classes: int
     examples: int
 
+    @cached_property
+    def true(self) -> list[Params]:
+        """The gradients of two clients."""
+        return [self._gradient(self._client(i)) for i in range(2)]
+
+    @cached_property
+    def tried(self) -> Tried:
+        """The defence as a function of gradients, secrets of fresh clients, and the gradients of two."""
+        like, vectors = Update(self.true[0], self.examples, 1, self.lr), tuple(flatten(g) for g in self.true)
+        step = DefenseFunction(like)
+        drawn = secrets(self.defense, self.seeds, MOST, lambda secret: step.run(vectors[0], secret))
+        alone = DefenseFunction(replace(like, num_steps=2))  # of several steps: what is done to a gradient alone
+        outs = [alone.run(vectors[0], s) for s in drawn[:3]]
+        still = all(out is not None and torch.equal(out, vectors[0]) for out in outs)
+        return Tried(DefenseFunction(like, "update" if still else "gradient"), drawn, vectors)
+
+    @cached_property
+    def small(self) -> bool:
+        """Whether many runs take little time."""
+        return len(self.tried.examples[0]) * DRAWS <= WORK
+
+    @cached_property
+    def views(self) -> list[Observation]:
+        """What the declared servers make of the first update."""
+        known = (viewed(server, self.seen[0]) for server in self.declared) if self.seen else ()
+        return [view for view in known if view is not None]
+
     def result(self) -> Probed:
         """Probe every place."""
-        clients = [self._client(i) for i in range(2)]
-        true = [self._gradient(batch) for batch in clients]
-        begun = flatten(true[0])
-        step = DefenseFunction(Update(true[0], self.examples, 1, self.lr))
-        drawn = secrets(self.defense, self.seeds, MOST, lambda secret: step.run(begun, secret))
-        channel = self._channel(Update(true[0], self.examples, 1, self.lr), drawn)
-        vectors = tuple(flatten(g) for g in true)
-        acted = Explorer(self.defense, channel, drawn, vectors, cache(self._prior)).find()
-        batch = find_on_batch(clients[0], drawn)
-        inside = Found() if batch.what else self._inside(clients, true[0], drawn)
-        seen = self._seen(channel, drawn, clients[0])
-        views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None] if seen else []
-        flaws = self._flaws(acted, seen, channel, drawn, vectors)
-        hidden = hidden_bits(channel, drawn, vectors) if acted.drawn else None
+        drawn, channel, vectors = self.tried.secrets, self.tried.function, self.tried.examples
+        acted = Explorer(self.defense, channel, tuple(drawn), tuple(vectors), cache(self._prior)).find()
+        batch = find_on_batch(self._client(0), drawn)
+        inside = Found() if batch.what else self._inside()
+        flaws = self._flaws(acted)
+        hidden = hidden_bits(self.tried) if acted.drawn else None
         flaws = flaws if hidden is None else [hidden, *flaws]
-        errors = self._errors(acted, batch, inside, true[0], seen, channel, drawn, flaws)
-        sent, missing = self._clients(drawn, acted.drawn or batch.drawn)
-        errors += [*sent, *missing, *([] if errors or not acted.keyed else [f"{acted.error.capitalize()}."])]
+        errors = self._errors(acted, batch, inside, flaws)
+        errors += self._clients(acted.drawn or batch.drawn)
+        errors += [] if errors or not acted.keyed else [f"{acted.error.capitalize()}."]
         trusted = not errors and any(server.name not in PLAIN for server in self.declared)
-        simulated = any(_runs_on_trials(view, true[0]) for view in views)
+        simulated = any(_runs_on_trials(view, self.true[0]) for view in self.views)
         covered = [
-            trusted and any(view.model is not self.model for view in views),
-            trusted and any(self._hides(view, inside) for view in views),
-            trusted and (simulated or (acted.only_noise and any(view.noise for view in views))),
+            trusted and any(view.model is not self.model for view in self.views),
+            trusted and any(self._hides(view, inside) for view in self.views),
+            trusted and (simulated or (acted.only_noise and any(view.noise for view in self.views))),
         ]
         found = [one for one in (batch, inside, acted) if one.what]
         left = [one for one, known in zip((batch, inside, acted), covered, strict=True) if one.what and not known]
@@ -183,14 +203,17 @@ class _Probe:
             servers = [server for server in servers if server.name != "simulate"]
         servers += _of_flaws(flaws, batch, inside)
         explained = all(one.explained for one in found) and (not flaws or any(flaw.view for flaw in flaws))
+        if acted.drawn and self.small and not (errors or trusted or acted.explained):
+            gradients = [flatten(self._gradient(one)) for one in self._varied(4 * CHOICES)]
+            errors += list(filter(None, [picked_by_moments(channel.runs, drawn, gradients)]))
         changes = any(one.drawn for one in found)
         notes = [one.what for one in found] + [f"Of its noise {flaw.what}." for flaw in flaws]
         return Probed(tuple(servers), tuple(errors), tuple(notes), trusted or explained, changes)
 
-    def _clients(self, drawn: Sequence[Secret], changes: bool) -> tuple[list[str], list[str]]:
+    def _clients(self, changes: bool) -> list[str]:
         """Return what clients with public examples of every class send beside the agreed numbers, and of which
         there is no noise."""
-        size = sum(p.numel() for p in parameters(self.model).values())
+        drawn, size = self.tried.secrets, len(self.tried.examples[0])
         clients = self._varied(max(2, min(CLIENTS if changes else 2, int(2 * WORK / size))))
         said, away, long = dict[str, None](), list[float](), list[float]()
         for batch in clients:
@@ -204,11 +227,11 @@ class _Probe:
         bare = (sizes < 0.1 * sizes.quantile(0.75, 1, keepdim=True)).all(0).nonzero().flatten().tolist()
         still = [i for i in bare[:4] if _apart([self._whole(clients[i], s) for s in drawn[:16]]) < 0.2 * max(away)]
         if not changes or not still:
-            return errors, []
+            return errors
         labels = clients[still[0]].labels
         label = "" if labels.is_floating_point() else f" (label {int(labels.flatten()[0])})"
         share = f"{len(bare)} of {len(clients)} clients{label}"
-        return errors, [f"Of {share} it hides hardly anything, unlike of the others."]
+        return [*errors, f"Of {share} it hides hardly anything, unlike of the others."]
 
     def _varied(self, count: int) -> list[Batch]:
         """Return clients of public examples, first of those of as many classes as there are, then of others."""
@@ -227,34 +250,28 @@ class _Probe:
         with as_client(secret):
             return train_client(model, batch, state, self.lr, rng, self.local).update
 
-    def _flaws(
-        self,
-        acted: Found,
-        seen: Sequence[Observation],
-        channel: DefenseFunction,
-        drawn: Sequence[Secret],
-        vectors: Sequence[Tensor],
-    ) -> list[Flaw]:
+    def _flaws(self, acted: Found) -> list[Flaw]:
         """Return why what is taken to be independent noise on every tensor is none."""
-        noise = declared_noise(self.declared, seen)
+        channel, noise = self.tried.function, declared_noise(self.declared, self.seen)
         taken = acted.only_noise if not noise else all(noise.get(name, 0.0) > 0 for name in channel.parts)
         taken = taken and (acted.view is None or acted.only_noise)
         if isinstance(self.defense, Compose) or not acted.drawn or acted.silent or not taken:
             return []
-        if noise and not is_plain(self.declared, seen[0], channel):
+        if noise and not is_plain(self.declared, self.seen[0], channel):
             return []  # what is declared to be independent are other coordinates
-        found = flaws_of(channel, drawn, vectors)
-        picked = "" if found or not noise or len(vectors[0]) * DRAWS > WORK else self._picked(channel, drawn, noise)
+        found = flaws_of(self.tried)
+        picked = "" if found or not noise or not self.small else self._picked(noise)
         return [*found, Flaw(picked)] if picked else found
 
-    def _picked(self, channel: DefenseFunction, drawn: Sequence[Secret], noise: Mapping[str, float]) -> str:
+    def _picked(self, noise: Mapping[str, float]) -> str:
         """Return that a learned rule tells clients apart better than the declared noise allows, in words."""
+        channel, drawn = self.tried.function, self.tried.secrets
         gradients = [flatten(self._gradient(batch)) for batch in self._varied(2 * CHOICES + 12)]
         if len(gradients) < 4 * CHOICES or len(drawn) < 6 * len(gradients):
             return ""
-        pairs = [(i, drawn[4 * i + k]) for i in range(len(gradients)) for k in range(4)]
-        sent = [(i, out) for i, secret in pairs if (out := channel.run(gradients[i], secret)) is not None]
-        return told_apart(sent, gradients, channel.parts, noise) if len(sent) == len(pairs) else ""
+        rows = [channel.runs(g, drawn[4 * i : 4 * i + 4]) for i, g in enumerate(gradients)]
+        sent = [(i, out) for i, row in enumerate(rows) for out in row]
+        return told_apart(sent, gradients, channel.parts, noise) if len(sent) == 4 * len(rows) else ""
 
     def _hides(self, view: Observation, inside: Found) -> bool:
         """Return whether a view leaves out, or weighs, all tensors that changes of the representation reach."""
@@ -279,61 +296,41 @@ class _Probe:
         rows = torch.stack([flatten(self._gradient(self._client(i))) for i in range(count)])
         return GaussianPrior.fit(rows, ridge=0.1 * float(rows.var(0).mean()))
 
-    def _channel(self, like: Update, drawn: Sequence[Secret]) -> DefenseFunction:
-        """Return the defence as a function of gradients, and whether it acts on nothing but updates."""
-        step = DefenseFunction(replace(like, num_steps=2))  # of several: what is done to a gradient alone
-        vector = flatten(like.gradient)
-        still = all((out := step.run(vector, s)) is not None and torch.equal(out, vector) for s in drawn[:3])
-        return DefenseFunction(like, "update" if still else "gradient")
-
-    def _inside(self, clients: Sequence[Batch], true: Params, drawn: Sequence[Secret]) -> Found:
+    def _inside(self) -> Found:
         """Return what is done to representations: which weight gradients it changes, and a server that does it too."""
         if not self.defense.layers(self.model):
             return Found()
-        batch = clients[0]
-        runs = [self._gradient(batch, secret) for secret in drawn[:3]]
+        true, drawn, clients = self.true[0], self.tried.secrets, [self._client(i) for i in range(2)]
+        runs = [self._gradient(clients[0], secret) for secret in drawn[:3]]
         changed = [n for n, g in true.items() if any(not torch.equal(g, run[n]) for run in runs)]
         if not changed:
             return Found()
         secret = any(not torch.equal(runs[0][n], run[n]) for run in runs[1:] for n in changed)
-        loss = build_loss(self.local.loss).of(batch.labels)
+        loss = build_loss(self.local.loss).of(clients[0].labels)
         inner = None if secret else simulate_perturb(self.model, clients, drawn[0], runs[0], loss)
         what = f"It changes the gradients of {', '.join(changed)} and no others."
         view = drop(*changed).view if len(changed) < len(true) else None
         return Found(what, view, inner, view is not None or inner is not None, secret, changed=tuple(changed))
 
-    def _seen(self, channel: DefenseFunction, drawn: Sequence[Secret], batch: Batch) -> list[Observation]:
-        """Return what a server sees of clients that take one step on the same examples, with several secrets."""
+    @cached_property
+    def seen(self) -> list[Observation]:
+        """What a server sees of clients that take one step on the same examples, with several secrets."""
+        batch, channel, drawn = self._client(0), self.tried.function, self.tried.secrets
         shape, loss = tuple(batch.inputs.shape[1:]), build_loss(self.local.loss).of(batch.labels)
-        begun = flatten(self._gradient(batch, drawn[0]))
-        sent = [
-            out
-            for s in drawn[: SEEN if len(begun) * DRAWS <= WORK else 3]
-            if (out := channel.run(begun, s)) is not None
-        ]
+        sent = channel.runs(flatten(self._gradient(batch, drawn[0])), drawn[: SEEN if self.small else 3])
         updates = [replace(channel.like, gradient=channel.tree(out)) for out in sent]
         return [Observation(self.model, u, shape, self.num_classes, loss=loss) for u in updates]
 
-    def _errors(
-        self,
-        acted: Found,
-        batch: Found,
-        inside: Found,
-        true: Params,
-        seen: Sequence[Observation],
-        channel: DefenseFunction,
-        drawn: Sequence[Secret],
-        flaws: Sequence[Flaw],
-    ) -> list[str]:
+    def _errors(self, acted: Found, batch: Found, inside: Found, flaws: Sequence[Flaw]) -> list[str]:
         """Return what is declared and is not so."""
         if isinstance(self.defense, Compose):  # each part has its own declaration
             parts = [replace(self, defense=part, declared=part.servers(self.model)) for part in self.defense.parts]
             return [error for part in parts for error in part.result().errors]
-        if not seen:
+        if not self.seen:
             return []
-        views = [view for server in self.declared if (view := viewed(server, seen[0])) is not None]
+        true, seen, channel, drawn = self.true[0], self.seen, self.tried.function, self.tried.secrets
         errors = []
-        plain = [view for view in views if claims(view, seen[0])]
+        plain = [view for view in self.views if claims(view, seen[0])]
         silent = acted.silent or any(server.name == "undeclared" for server in self.declared)
         if len(plain) == len(self.declared) and not silent:
             away = [distance(view, true) for view in plain]
@@ -343,7 +340,7 @@ class _Probe:
                     f"{min(away):.1%} of its length."
                 )
         if not acted.drawn and not batch.what and not inside.what:
-            for view in views:
+            for view in self.views:
                 if view.simulate is not None and not view.noise and not reproduces(view, true, seen[0]):
                     errors.append("The declared simulation does not give what is sent.")
         noise = declared_noise(self.declared, seen)

@@ -26,7 +26,7 @@ from gradveil.losses import build as build_loss
 from gradveil.metrics import COMMON, blind_guesses, measure
 from gradveil.modalities import IMAGE, Modality
 from gradveil.protection.defense import Defense
-from gradveil.threats.probing.function import wire_form
+from gradveil.threats.probing.function import aside, wire_form
 from gradveil.types import Batch, GaussianPrior, Observation, Reconstruction, Update, check_update
 
 PUBLIC = 2000  # examples of the test split that the server may know
@@ -98,7 +98,7 @@ def observe(
     else:
         count = len(batch)
         agreed = Update({}, count, local.steps(count), lr, update_batch_size(local, count), local.rule)
-        update = train_client(copy.deepcopy(model), batch, defense, lr, rng, local).whole
+        update = aside(train_client, copy.deepcopy(model), batch, defense, lr, rng, local).whole
     update = wire_form(update, agreed, model)
     check_update(update, model)
     labels = batch.labels if with_labels else None

@@ -1,4 +1,4 @@
-"""Broken defences that running them cannot expose: what is wrong is not in the code, or not there while it runs."""
+"""Broken defences whose flaw does not show where an audit calls them, or lies outside their code."""
 
 import sys
 from dataclasses import dataclass
@@ -13,9 +13,8 @@ FAMILY = "beyond probes"
 TRUTHS = {
     "knows_the_audit": Truth(
         "It adds noise only where an audit is on the call stack.",
-        FAMILY,
+        "acts at times",
         "whiten",
-        undetectable="It behaves well while it is looked at.",
     ),
     "accomplice": Truth(
         "The seed of its noise is given away by another program.",

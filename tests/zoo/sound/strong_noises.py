@@ -20,7 +20,6 @@ WHY = "The noise is a hundred times the gradient, independent in each entry and 
 TRUTHS = {
     "secret_numpy": Truth(f"{WHY}: 128 bits of the operating system.", FAMILY, "whiten", repeats=False),
     "secret_counter": Truth(f"{WHY}: a key of 256 bits, and a counter.", FAMILY, "whiten", repeats=False),
-    "uniform_noise": Truth(f"{WHY}.", FAMILY, "whiten"),
     "student_noise": Truth(f"{WHY}; its tails are heavier than Laplace's.", FAMILY, "whiten"),
     "box_muller": Truth(f"{WHY}.", FAMILY, "whiten"),
     "row_by_row": Truth(f"{WHY}.", FAMILY, "whiten"),
@@ -91,15 +90,6 @@ class SecretCounter(Strong):
             blake2b(self._calls[0].to_bytes(8, "big"), key=self._key[0], digest_size=16).digest(), "big"
         )
         return LOUD * torch.from_numpy(np.random.default_rng(seed).standard_normal(tuple(g.shape)))
-
-
-@DEFENSES.register("uniform_noise")
-@dataclass(frozen=True)
-class UniformNoise(Strong):
-    """Draw uniform noise."""
-
-    def noise(self, g: Tensor, rng: Generator) -> Tensor:
-        return LOUD * 12**0.5 * (torch.rand(g.shape, generator=rng) - 0.5)
 
 
 @DEFENSES.register("student_noise")

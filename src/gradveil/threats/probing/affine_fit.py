@@ -13,7 +13,7 @@ from gradveil.gradients.functional import quiet
 from gradveil.losses import CrossEntropy
 from gradveil.modules import find_layer
 from gradveil.threats.probing.function import DefenseFunction, Secret, close
-from gradveil.tree import dot, named, norm
+from gradveil.tree import Params, dot, named, norm
 from gradveil.types import GaussianPrior, Observation
 
 DIGITS = 4096  # of a place in a vector: a tensor of the largest size has fewer than its square
@@ -112,8 +112,7 @@ def _any_linear(channel: DefenseFunction, secret: Secret, constant: Tensor, like
     """Return a linear map whose inverse is found by its transpose, which torch has: at once for a rotation."""
 
     def forward(v: Tensor) -> Tensor:
-        tree = channel.sent(channel.tree(v), secret)
-        return torch.cat([tree[name].reshape(-1) for name in channel.parts]) - constant
+        return channel.flat(channel.sent(channel.tree(v), secret)) - constant
 
     try:
         transposed = vjp(forward, torch.zeros_like(like))[1]
@@ -209,6 +208,34 @@ OF_LENGTH = list(FORMS)[6:]  # which have the length of the tensor
 CLASSES = 20  # up to which all are tried, where the label of an update cannot be read
 LARGE = 500_000  # weights beyond which they are not
 CLEAR = 0.2  # by how much a class must be more alike than the next to be taken at once
+
+
+def one_step(seen: Observation) -> Observation:
+    """Return what is seen of a client of one step as its gradient."""
+    return seen.as_one_step() if seen.update.num_steps == 1 else seen
+
+
+def onto(function: DefenseFunction, basis: Tensor, off: bool = False) -> Callable[[Params], Params]:
+    """Return the projection of tensors by name onto a basis (r, n), or off it."""
+
+    def projected(tree: Params) -> Params:
+        flat = function.flat(tree)
+        held = basis.to(flat)
+        along = (flat @ held.T) @ held
+        return function.tree(flat - along if off else along)
+
+    return projected
+
+
+def matched(
+    seen: Observation, function: DefenseFunction, change: Callable[[Params], Params], noise: float = 0.0
+) -> Observation:
+    """Return the view that compares what a change leaves of the update and of trials."""
+    seen = one_step(seen)
+    update = replace(seen.update, gradient=change(seen.update.gradient))
+    known = dict.fromkeys(function.parts, noise) if noise else seen.noise
+    seen = replace(seen, update=update, simulate=change, simulate_on=function.where, noise=known)
+    return with_label(seen, list(function.parts))
 
 
 def with_label(seen: Observation, unsafe: Collection[str] = ()) -> Observation:

@@ -10,11 +10,20 @@ from torch import Tensor
 
 from gradveil.countermeasures import Countermeasure
 from gradveil.protection.defense import Defense
-from gradveil.threats.probing.affine_fit import FAITHFUL, AffineFit, affine, likeliest, with_label
+from gradveil.threats.probing.affine_fit import (
+    FAITHFUL,
+    AffineFit,
+    affine,
+    likeliest,
+    matched,
+    one_step,
+    onto,
+    with_label,
+)
 from gradveil.threats.probing.function import DefenseFunction, Secret, close, has_slopes, repeated
 from gradveil.threats.probing.noise_tests import effective
 from gradveil.threats.probing.residuals import Draws, directions, draw, left_of, view_of
-from gradveil.tree import Params, flatten, map_values
+from gradveil.tree import Params, map_values
 from gradveil.types import GaussianPrior, Observation, Update
 
 DRAWS = 64  # secrets that are drawn, for a small model
@@ -139,15 +148,18 @@ class Explorer:
             said = f"only about {len(few)} different ones ever occur, and a server can try them all"
             what = f"Its secret is one of about {len(few)}: {known.what}, in another way for each."
             return Found(what, None if silent else self._undo(lambda: few), drawn=True, silent=silent, error=said)
-        if self.small and (keyed := self._keyed()) is not None:
+        keyed = self._keyed() if self.small else None
+        if keyed is not None and keyed.what:
             return keyed
+        said = "" if keyed is None else keyed.error
         joint = self._jointly(draws[0]) if self.small and draws else None
         if joint is not None:
-            return Found(*joint, drawn=True)
+            return Found(*joint, drawn=True, error=said, keyed=bool(said))
         what, view, explained, _ = self._remains(self.secrets[: 12 if self.small else 3], draws)
         only = view is not None and (" noise of " in what or what == ROUNDS)
-        error = f"in {share:.0%} of all draws it is one of {len(few)}" if few else ""
-        return Found(what, view, None, explained, True, only_noise=only, error=error)
+        error = said or (f"in {share:.0%} of all draws it is one of {len(few)}" if few else "")
+        explained = explained and not (said and only)  # the noise can be taken off, and was not
+        return Found(what, view, None, explained, True, only_noise=only, error=error, keyed=bool(said))
 
     def _keyed(self) -> Found | None:
         """Return that all generators are seeded with small numbers, which a server tries; None where they are not."""
@@ -156,15 +168,20 @@ class Explorer:
         used = {seed for row in seeds for seed in row}
         if not all(seeds) or len(used) < 2 or not 0 <= min(used) <= max(used) < 2**32:
             return None
-        bits = max(max(used).bit_length(), 1)
-        forced = [replace(first, forced=seeds[i][0]) for i in (1, 2)]
+        moved = [max(place) for place in zip(*seeds, strict=False) if len(set(place)) > 1]
+        bits = max(sum(most.bit_length() for most in moved) if len({*map(len, seeds)}) == 1 else 0, 1)
+        forced = [replace(first, forced=row) for row in seeds[1:3]]
         again = [
-            (self.channel.run(v, one), self.channel.run(v, s)) for one, s in zip(forced, self.secrets[1:3], strict=True)
+            (self.channel.run(v, a), self.channel.run(v, b)) for a, b in zip(forced, self.secrets[1:], strict=False)
         ]
         if any(a is None or b is None or not torch.equal(a, b) for a, b in again):
             return None  # the seed is not all there is
+        if bits > 32:
+            return None
         said = f"its seeds have no more than {bits} bits, which a server tries"
         what = f"All that it draws follows from a seed of {bits} bits"
+        if any(len({*row}) > 1 for row in seeds):
+            return Found(error=said)  # of several generators: what they draw is looked at, too
         known = affine(self.channel, forced[0], self.examples)
         began = time.process_time()
         affine(self.channel, forced[1], self.examples, known)
@@ -173,7 +190,7 @@ class Explorer:
             return Found(f"{what}.", None, None, False, True, error=said, keyed=True)
         view: View | None
         if 2**bits <= KEPT / (3 * len(v)):
-            view = self._undo(lambda: (replace(first, forced=i) for i in range(2**bits)))
+            view = self._undo(lambda: (replace(first, forced=(i,)) for i in range(2**bits)))
             return Found(f"{what}: {known.what}.", view, drawn=True, error=said, keyed=True)
         view = self._searched(bits) if known.adds and bits <= MOST_BITS else None
         return Found(f"{what}: {known.what}.", view, None, view is not None, True, error=said, keyed=True)
@@ -185,14 +202,14 @@ class Explorer:
         spread = (prior.factor[some].square().sum(1) + prior.ridge).sqrt()
 
         def added(seed: int) -> Tensor:
-            out = self.channel.run(zeros, replace(first, forced=seed))
+            out = self.channel.run(zeros, replace(first, forced=(seed,)))
             return zeros if out is None else out
 
         table = lru_cache(maxsize=1)(lambda: torch.stack([added(seed)[some] for seed in range(2**bits)]))
 
         def view(seen: Observation) -> Observation:
-            shown = seen.as_one_step() if seen.update.num_steps == 1 else seen
-            y = flatten({name: shown.update.gradient[name] for name in self.channel.parts})
+            shown = one_step(seen)
+            y = self.channel.flat(shown.update.gradient)
             away = (y[some] - table() - prior.mean[some]) / spread
             found = y - added(int(away.square().sum(1).argmin()))
             return replace(shown, update=replace(shown.update, gradient=self.channel.tree(found)))
@@ -210,7 +227,7 @@ class Explorer:
     def _remains(self, tried: Sequence[Secret], draws: tuple[Draws, ...] | None) -> tuple[str, View | None, bool, bool]:
         """Return in words what is left of the gradient, the view that matches it, whether that is all there is, and
         whether it is all but a few numbers."""
-        pairs = [(v, out) for v in self.examples[:2] for s in tried if (out := self.channel.run(v, s)) is not None]
+        pairs = [(v, out) for v in self.examples[:2] for out in self.channel.runs(v, tried)]
         if pairs and all(close(_unit(sent), _unit(true)) for true, sent in pairs):
             return "It changes the length of the gradient and nothing else.", self._direction, True, True
         runs = [(self.channel.tree(true), self.channel.tree(sent)) for true, sent in pairs]
@@ -231,27 +248,17 @@ class Explorer:
         if not few < min(noise.shape[1] / 4, JOINT):
             return None
         count = min(int(2 * few) + 64, len(self.secrets) - HELD, int(KEPT / n))
-        more = [out for s in self.secrets[:count] if (out := self.channel.run(self.examples[0], s)) is not None]
+        more = self.channel.runs(self.examples[0], self.secrets[:count])
         basis = directions(torch.stack(more) - self.examples[0])
-        others = [self.channel.run(self.examples[1], s) for s in self.secrets[-HELD:]]
-        if basis is None or not all(o is not None and _inside(o - self.examples[1], basis) for o in others):
+        others = self.channel.runs(self.examples[1], self.secrets[-HELD:])
+        if basis is None or not all(_inside(out - self.examples[1], basis) for out in others):
             return None
-
-        def without(tree: Params) -> Params:
-            flat = torch.cat([tree[name].reshape(-1) for name in self.channel.parts])
-            held = basis.to(flat)
-            return self.channel.tree(flat - (flat @ held.T) @ held)
-
-        def view(seen: Observation) -> Observation:
-            seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
-            update = replace(seen.update, gradient=without(seen.update.gradient))
-            seen = replace(seen, update=update, simulate=without, simulate_on=self.channel.where)
-            return with_label(seen, list(self.channel.parts))
-
-        return f"What it adds lies in {len(basis)} directions of {n}, which a server takes off.", view
+        without = onto(self.channel, basis, off=True)
+        what = f"What it adds lies in {len(basis)} directions of {n}, which a server takes off."
+        return what, lambda seen: matched(seen, self.channel, without)
 
     def _direction(self, seen: Observation) -> Observation:
-        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
+        seen = one_step(seen)
         update = replace(seen.update, gradient=_unit_tree(seen.update.gradient))
         return replace(seen, update=update, simulate=_unit_tree, simulate_on="update")
 
@@ -263,7 +270,7 @@ class Explorer:
         def view(seen: Observation) -> Observation:
             once = where == "update" or (seen.update.num_steps == 1 and seen.update.rule.bare.is_plain)
             shown = seen.as_one_step() if where == "gradient" and once else seen
-            y = flatten({name: shown.update.gradient[name] for name in self.channel.parts})
+            y = self.channel.flat(shown.update.gradient)
             maps = self._fitted(shown.update, tried())
             known = maps[0] if len(maps) == 1 else likeliest(y, maps, self.prior())
             if not once:  # the steps after the first hang on what the defence made of those before
@@ -306,8 +313,7 @@ class Explorer:
         point, step = self.examples[0].double(), 1e-3 * self.examples[1].double()
 
         def run(v: Tensor) -> Tensor:
-            tree = self.channel.sent(self.channel.tree(v), secret)
-            return torch.cat([tree[name].reshape(-1).to(v) for name in self.channel.parts])
+            return self.channel.flat(self.channel.sent(self.channel.tree(v), secret)).to(v)
 
         return has_slopes(run, point, step)
 
@@ -323,7 +329,7 @@ def _inside(noise: Tensor, basis: Tensor) -> bool:
 
 def _forward(channel: DefenseFunction, known: AffineFit) -> Callable[[Params], Params]:
     def forward(tree: Params) -> Params:
-        flat = torch.cat([tree[name].reshape(-1) for name in channel.parts])
+        flat = channel.flat(tree)
         return channel.tree(known.forward(flat) + known.constant.to(flat))
 
     return forward

@@ -9,7 +9,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, is_dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
@@ -38,7 +40,7 @@ class Secret:
     seed: int
     clock: float | None = None  # the time at which it runs; None: now
     module: "ModuleState | None" = None  # what its file keeps beside it; None: nothing that runs change
-    forced: int | None = None  # the seed of every generator that it makes; None: its own
+    forced: tuple[int, ...] = ()  # the seeds of the generators that it makes; the last of all others; none: its own
 
     def rng(self) -> Generator:
         """Return the generator that a client hands to the defence."""
@@ -169,28 +171,37 @@ def _clocks(now: float) -> list[tuple[Any, str, Any]]:
         def utcnow(cls) -> "At":
             return cls.fromtimestamp(now)
 
+    class Day(datetime.date):
+        @classmethod
+        def today(cls) -> "Day":
+            return cls.fromtimestamp(now)
+
     up = now - _BOOTED
-    made: list[tuple[Any, str, Any]] = [(datetime, "datetime", At)]
+    made: list[tuple[Any, str, Any]] = [(datetime, "datetime", At), (datetime, "date", Day)]
     for name, value in (("time", now), ("monotonic", up), ("perf_counter", up), ("process_time", up % 100)):
         made.append((time, name, lambda value=value: value))
         made.append((time, f"{name}_ns", lambda value=value: int(value * 1e9)))
+    for turn in (time.localtime, time.gmtime, time.ctime):
+        made.append((time, turn.__name__, lambda at=None, turn=turn: turn(now if at is None else at)))
+    made.append((time, "strftime", lambda form, at=None: _STRFTIME(form, at or time.localtime())))
     return made
 
 
+_STRFTIME = time.strftime
 _BOOTED = time.time() - time.monotonic()
 
 
 class Seeding:
     """Within, every generator that a defence makes or seeds is noted; or has another seed."""
 
-    def __init__(self, forced: int | None = None) -> None:
+    def __init__(self, forced: tuple[int, ...] = ()) -> None:
         self.forced, self.seeds = forced, list[int]()
 
     def noted(self, seed: Any) -> Any:
         """Return the seed to use."""
         if isinstance(seed, int | np.integer):
             self.seeds.append(int(seed))
-            return int(seed) if self.forced is None else self.forced
+            return self.forced[: len(self.seeds)][-1] if self.forced else int(seed)
         return seed
 
     def others(self) -> list[tuple[Any, str, Any]]:
@@ -225,7 +236,7 @@ class Seeding:
 def as_client(secret: Secret) -> Iterator[None]:
     """Within, the process is that of a client with this secret."""
     others = [] if secret.clock is None else _clocks(secret.clock)
-    others += [] if secret.forced is None else Seeding(secret.forced).others()
+    others += Seeding(secret.forced).others() if secret.forced else []
     kept = None if secret.module is None else ModuleState.of(secret.state, secret.module)
     with own_numbers(secret.seed), _replaced(secret.state, others):
         try:
@@ -237,12 +248,23 @@ def as_client(secret: Secret) -> Iterator[None]:
                 kept.put()
 
 
+def _call(run: Callable[..., Any], *args: Any) -> Any:
+    return run(*args)
+
+
+def aside(run: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function gives on a thread of its own, so that its stack does not show who calls."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(copy_context().run, run, *args).result()
+
+
 @dataclass(frozen=True)
 class DefenseFunction:
     """What a defence makes of the gradient of a client's one step; numbers go in and out as one vector."""
 
     like: Update  # what a run is told beside the numbers: learning rate, steps, examples; and the tensors' shapes
     where: Where = "gradient"  # where it acts: on the gradient of a step, or on nothing but the update
+    unseen: bool = False  # whether the defence cannot see who calls it
 
     @property
     def parts(self) -> dict[str, slice]:
@@ -258,6 +280,10 @@ class DefenseFunction:
         shapes = {name: value.shape for name, value in self.like.gradient.items()}
         return {name: vector[part].view(shapes[name]) for name, part in self.parts.items()}
 
+    def flat(self, tree: Params) -> Tensor:
+        """Return tensors by name as a vector."""
+        return torch.cat([tree[name].reshape(-1) for name in self.like.gradient])
+
     def sent(self, tree: Params, secret: Secret) -> Params:
         """Return what the defence makes of tensors by name; its state is left as it was."""
         return self._act(tree, copy.deepcopy(secret.state), secret)
@@ -270,8 +296,12 @@ class DefenseFunction:
             return None
         missing = [name for name in self.like.gradient if name not in out]
         out = out | {name: torch.zeros_like(self.like.gradient[name]) for name in missing}
-        flat = torch.cat([out[name].detach().reshape(-1).to(vector) for name in self.like.gradient])
+        flat = self.flat(out).detach().to(vector)
         return flat if bool(flat.sum().isfinite()) else None
+
+    def runs(self, vector: Tensor, secrets: Iterable[Secret]) -> list[Tensor]:
+        """Return what it makes of a vector with each secret, where it does not fail."""
+        return [out for secret in secrets if (out := self.run(vector, secret)) is not None]
 
     def after(self, secret: Secret) -> Secret:
         """Return the secret of the next run of the same client."""
@@ -303,11 +333,12 @@ class DefenseFunction:
             count = self.like.num_examples
             alike = Held({n: g.expand(count, *g.shape) for n, g in tree.items()})
             tree = accounted(state).on_records(alike, count, rng)
+        call = aside if self.unseen else _call
         if self.where == "gradient":
-            tree = state.on_gradient(tree, rng)
+            tree = call(state.on_gradient, tree, rng)
         if self.where == "gradient" and self.like.num_steps > 1:
             return tree  # of one step among several
-        sent = state.on_update(replace(self.like, gradient=tree), rng).gradient
+        sent = call(state.on_update, replace(self.like, gradient=tree), rng).gradient
         return {name: value for name, value in sent.items() if name in self.like.gradient}
 
 
@@ -358,6 +389,19 @@ def fresh(defense: Defense) -> Defense:
     if isinstance(defense, Compose):
         return Compose(tuple(fresh(part) for part in defense.parts))
     return replace(defense) if is_dataclass(defense) else copy.deepcopy(defense)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a defence is tried on: as a function, with secrets of fresh clients and gradients of public examples."""
+
+    function: DefenseFunction
+    secrets: Sequence[Secret]
+    examples: Sequence[Tensor]
+
+    def sent(self, vector: Tensor, number: int = 0) -> Tensor:
+        """Return what one of the clients sends of a gradient, in a form that slopes go through."""
+        return self.function.flat(self.function.sent(self.function.tree(vector), self.secrets[number])).to(vector)
 
 
 def has_slopes(run: Callable[[Tensor], Tensor], point: Tensor, step: Tensor) -> bool:

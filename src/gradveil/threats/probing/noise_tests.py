@@ -11,8 +11,9 @@ from torch import Generator, Tensor
 from gradveil.countermeasures import Countermeasure
 from gradveil.errors import GradveilError
 from gradveil.metrics import chance_of
-from gradveil.threats.probing.function import DefenseFunction, close
-from gradveil.threats.probing.residuals import Draws, directions
+from gradveil.threats.probing.affine_fit import Form
+from gradveil.threats.probing.function import DefenseFunction, Secret, Tried, close
+from gradveil.threats.probing.residuals import Draws, as_is, directions
 from gradveil.tree import Params, flatten
 from gradveil.types import Observation
 
@@ -209,7 +210,52 @@ def declared_noise(declared: Sequence[Countermeasure], seen: Sequence[Observatio
     return {name: sqrt(sum(values) / len(values)) for name, values in squares.items()}
 
 
+def tied(parts: Mapping[str, slice], noise: Tensor) -> str:
+    """Return that noise (K, n) of some entries tells that of others, or its size, in words."""
+    n = noise.shape[1]
+    unit = torch.cat([(mine := noise[:, p]) / mine.square().mean(1, keepdim=True).sqrt() for p in parts.values()], 1)
+    unit = unit[unit.isfinite().all(1)].clamp(-3, 3)  # a draw without noise is another matter
+    if (count := len(unit)) < 24:
+        return ""
+    mixed = unit.gather(0, torch.rand(unit.shape, generator=Generator().manual_seed(7)).argsort(0))
+
+    def apart(form: Form) -> float:
+        rows, others = (form(one) - form(one).mean(0) for one in (unit, mixed))
+        return effective(rows) / effective(others)
+
+    share = min(apart(form) for form in (as_is, torch.abs, lambda t: torch.cat([t - t.mean(0), t.abs()], 1)))
+    if share > 0.8 - 8 * sqrt(8 / (count * (count - 1))):
+        return ""
+    return f"only about {share:.0%} of {n} entries are drawn by themselves: the others, or their sizes, follow"
+
+
+def odd_law(trials: Tried, count: int) -> str:
+    """Return that the noise's law has edges, peaks or gaps that show a small shift, in words.
+
+    What is sent of two constant gradients, a tenth of a standard deviation apart, is compared in Hellinger's distance.
+    """
+    function, secrets = trials.function, trials.secrets[:count]
+    runs = function.runs(0 * trials.examples[0], secrets)
+    if len(runs) < len(secrets):
+        return ""
+    zero = torch.stack(runs)
+    scale = torch.cat([zero[:, p].std().expand(p.stop - p.start) for p in function.parts.values()])
+    if not bool((scale > 0).all()):
+        return ""
+    counts = []
+    for sign in (-0.05, 0.05):
+        sent = torch.stack([out / scale for out in function.runs(sign * scale, secrets)])
+        counts.append(torch.histc(sent.clamp(-6, 6), 240, -6, 6).double() / sent.numel())
+    most = float((counts[0].sqrt() - counts[1].sqrt()).square().sum()) - 240 / zero.numel()
+    times = most / 0.0025  # of normal noise
+    if times < CLEARER:
+        return ""
+    return f"its law has edges, peaks or gaps: a small shift shows {times:.0f} times as clearly as under normal noise"
+
+
+CLEARER = 4.0  # times as a shift shows under normal noise; under Laplace's it shows twice as clearly
 CHOICES = 6  # candidates that one is picked from
+MOMENTS = 48  # runs on each of them
 AGAIN = 8  # times that noise is simulated for each
 
 
@@ -256,6 +302,31 @@ def told_apart(
         return ""
     best //= AGAIN
     return f"{hits} of {len(held)} are picked out of {CHOICES} by what is sent, where such noise allows about {best}"
+
+
+def picked_by_moments(
+    runs: Callable[[Tensor, Sequence[Secret]], list[Tensor]], secrets: Sequence[Secret], gradients: Sequence[Tensor]
+) -> str:
+    """Return that candidates are told apart by what is sent of each on average, as a sentence; empty: they are not.
+
+    A server runs the defence on each of them: the mean and the variance of every number, and of its logarithm.
+    """
+    laws, hits = [], 0
+    for gradient in gradients:
+        made = torch.stack([_with_logs(out) for out in runs(gradient, secrets[:MOMENTS])])
+        laws.append((made.mean(0), made.var(0) + 1e-3 * made.var(0).mean(1, keepdim=True) + 1e-30))
+    for i, gradient in enumerate(gradients):
+        for y in map(_with_logs, runs(gradient, secrets[MOMENTS + i : MOMENTS + i + 1])):
+            listed = [laws[(i + k) % len(laws)] for k in range(CHOICES)]
+            scores = [float(((y - mean).square() / var + var.log()).sum()) for mean, var in listed]
+            hits += scores.index(min(scores)) == 0
+    if hits < 0.9 * len(gradients):
+        return ""
+    return f"Whoever runs it on {CHOICES} candidates picks the right one in {hits} of {len(gradients)} cases."
+
+
+def _with_logs(y: Tensor) -> Tensor:
+    return torch.stack([y, (y.abs() + 1e-30).log()])
 
 
 def _signs(y: Tensor, g: Tensor, parts: Mapping[str, slice]) -> Tensor:

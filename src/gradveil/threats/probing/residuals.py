@@ -129,7 +129,7 @@ def _entries(runs: Runs) -> Left | None:
         factor = float(ratios.median())
         if len(ratios) and bool((ratios - factor).abs().max() <= 1e-3 * abs(factor)):  # none: of a tensor of zeros
             what = f"{factor:.3g} times the entries that are not zero"
-            return Left(what, lambda t: t / factor, _as_is, weight=_not_zero)
+            return Left(what, lambda t: t / factor, as_is, weight=_not_zero)
     same = torch.stack([(sent - true).abs() <= 1e-5 * true.abs() for true, sent in runs])
     always = same.all(0) & torch.stack([true != 0 for true, _ in runs]).any(0)
     if float(always.double().mean()) > 0.05:
@@ -137,21 +137,22 @@ def _entries(runs: Runs) -> Left | None:
         return Left(f"{float(weight.mean()):.0%} of the entries", weight=lambda sent: weight.to(sent))
     share = float(same.double().mean())
     if share > 0.1:  # others at each draw, and much larger then
-        return Left(f"{share:.0%} of the entries", weight=lambda sent: _small(sent, share))
+        return Left(f"{share:.0%} of the entries", weight=lambda sent: small(sent, share, 6))
     return None
 
 
-def _small(sent: Tensor, share: float) -> Tensor:
-    """Return which entries are no larger than those can be that are sent as they are: the smaller part of all."""
+def small(sent: Tensor, share: float, times: float) -> Tensor:
+    """Return which entries are at most so many times the median of this share of them, the smallest."""
     middle = sent.abs().flatten().kthvalue(max(1, int(share / 2 * sent.numel()))).values
-    return (sent.abs() <= 6 * middle).to(sent)
+    return (sent.abs() <= times * middle).to(sent)
 
 
 def _not_zero(sent: Tensor) -> Tensor:
     return (sent != 0).to(sent)
 
 
-def _as_is(t: Tensor) -> Tensor:
+def as_is(t: Tensor) -> Tensor:
+    """Return a tensor unchanged."""
     return t
 
 
@@ -171,7 +172,7 @@ def _noise(name: str, runs: Runs, draws: Sequence[Draws]) -> Left | None:
     if float(mean.square().mean().sqrt()) > 4 * unsure and whole and close(other.mean(0), mean, unsure * 1e6 * mean):
         shift = mean.reshape(runs[0][0].shape)
         what = f"its entries with noise of {once:.3g} after taking off its mean"
-        return Left(what, lambda t: t - shift.to(t), _as_is, std=lambda sent: once, noisy=once / max(size, 1e-37))
+        return Left(what, lambda t: t - shift.to(t), as_is, std=lambda sent: once, noisy=once / max(size, 1e-37))
     slope = float(mean @ true) / max(float(true @ true), 1e-37)
     if once == 0 or abs(slope) > 0.05 + 8 * unsure / max(size * sqrt(true.numel()), 1e-37):
         return None
@@ -259,7 +260,7 @@ def view_of(left: Mapping[str, Left], where: Where) -> Callable[[Observation], O
     """Return the view of a server that matches what is left of each tensor."""
     noise_free = [name for name, one in left.items() if not one.lost and one.noisy < LOUD]
     gone = [n for n, one in left.items() if one.lost or (one.noisy >= LOUD and noise_free)]
-    of_trials = {n: one.trial or one.form for n, one in left.items() if one.trial is not _as_is}
+    of_trials = {n: one.trial or one.form for n, one in left.items() if one.trial is not as_is}
 
     def fixed(tree: Params) -> Params:
         return {n: form(t) if (form := of_trials.get(n)) is not None else t for n, t in tree.items()}

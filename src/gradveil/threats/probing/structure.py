@@ -5,7 +5,9 @@ y = f(g) + M z, products with M and its transpose show which directions z does n
 it is not, samples show entries that move together, sums that stand still, and entries or runs that are nearly silent.
 """
 
-from collections.abc import Callable, Sequence
+import datetime
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -15,9 +17,10 @@ from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradveil.countermeasures import Tier
-from gradveil.threats.probing.affine_fit import with_label
-from gradveil.threats.probing.function import DefenseFunction, Secret, close
-from gradveil.tree import Params
+from gradveil.threats.probing.affine_fit import matched, one_step, onto, with_label
+from gradveil.threats.probing.function import DefenseFunction, Secret, Tried, close
+from gradveil.threats.probing.noise_tests import odd_law, tied
+from gradveil.threats.probing.residuals import small
 from gradveil.types import Observation
 
 QUIET = 1e-4  # of the mean variance: a direction below it carries no noise to speak of
@@ -33,6 +36,7 @@ CALLS = 160  # of one client, where a run takes little time
 DRAWS = 256  # of clients, for a small model
 WORK = 2e6  # numbers that all of them send
 BITS = 16  # runs whose bits are compared
+AGAIN = 6e6  # numbers in which noise is looked for that comes up again
 MANTISSA = 20  # bits of a number that are looked at
 
 View = Callable[[Observation], Observation]
@@ -77,26 +81,26 @@ class _Injected(TorchFunctionMode):
 class NoiseMap:
     """M of y = f(g) + M z: how normal numbers come into what is sent of one gradient, for one secret."""
 
-    function: DefenseFunction
-    secret: Secret
+    trials: Tried
+    number: int  # of the client
     vector: Tensor
     count: int  # of normal numbers
     base: Tensor  # f(g)
     public: frozenset[int] = frozenset()  # calls that draw the same whatever the secret is
 
     @classmethod
-    def of(cls, function: DefenseFunction, secret: Secret, vector: Tensor) -> "NoiseMap | None":
+    def of(cls, trials: Tried, number: int, vector: Tensor) -> "NoiseMap | None":
         """Return the map; None where normal numbers come in otherwise, or none do."""
         try:
             runs = [_Injected(), _Injected()]
-            for mode, one in zip(runs, (secret, replace(secret, seed=secret.seed + 1)), strict=True):
+            for i, mode in enumerate(runs):
                 with mode:
-                    _sent(function, one, vector)
+                    trials.sent(vector, number + i)
             same = zip(*(run.calls for run in runs), strict=False)
             mode = _Injected(public=frozenset(i for i, (one, other) in enumerate(same) if one == other))
             with mode:
-                base = _sent(function, secret, vector).detach()
-            found = cls(function, secret, vector, mode.used, base, mode.public)
+                base = trials.sent(vector, number).detach()
+            found = cls(trials, number, vector, mode.used, base, mode.public)
             if not mode.used:
                 return None
             a, b = (torch.randn(mode.used, generator=Generator().manual_seed(i)).to(vector) for i in (1, 2))
@@ -110,13 +114,13 @@ class NoiseMap:
     def __call__(self, z: Tensor) -> Tensor:
         """Return M z."""
         with _Injected(z, self.public):
-            return _sent(self.function, self.secret, self.vector).detach() - self.base
+            return self.trials.sent(self.vector, self.number).detach() - self.base
 
     def back(self, v: Tensor) -> Tensor:
         """Return Mᵀ v."""
         z = torch.zeros(self.count, dtype=v.dtype, device=v.device, requires_grad=True)
         with torch.enable_grad(), _Injected(z, self.public):
-            out = _sent(self.function, self.secret, self.vector)
+            out = self.trials.sent(self.vector, self.number)
         return torch.autograd.grad(out @ v, z)[0]
 
     def variance(self) -> float:
@@ -143,18 +147,13 @@ class NoiseMap:
         return rest if size <= QUIET * variance * float(rest @ rest) else None
 
 
-def _sent(function: DefenseFunction, secret: Secret, vector: Tensor) -> Tensor:
-    tree = function.sent(function.tree(vector), secret)
-    return torch.cat([tree[name].reshape(-1).to(vector) for name in function.parts])
-
-
-def quiet_directions(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> Flaw | None:
+def quiet_directions(trials: Tried) -> Flaw | None:
     """Return that noise leaves directions alone, with the view that matches these where they are always the same."""
-    noise = NoiseMap.of(function, secrets[0], examples[0])
+    examples, noise = trials.examples, NoiseMap.of(trials, 0, trials.examples[0])
     if noise is None:
         return None
     variance, n = noise.variance(), len(examples[0])
-    live = _sent(function, secrets[0], examples[0]).ne(0).to(examples[0])  # others are not sent
+    live = trials.sent(examples[0]).ne(0).to(examples[0])  # others are not sent
     rng = Generator().manual_seed(4)
     starts = [live * torch.randn(n, generator=rng).to(live) for _ in range(3)]
     found = [rest for start in starts if (rest := noise.unreached(start, variance)) is not None]
@@ -166,8 +165,8 @@ def quiet_directions(function: DefenseFunction, secrets: Sequence[Secret], examp
     part = noise.unreached(along, variance)
     if part is not None and share * n < 200 and float(part @ part) > 0.99 * float(along @ along):
         return Flaw(f"{said}, among them that of the gradient itself, which tells candidates apart")
-    for other, example in ((secrets[0], examples[1]), (secrets[1], examples[0])):
-        there = NoiseMap.of(function, other, example)
+    for number, example in ((0, examples[1]), (1, examples[0])):
+        there = NoiseMap.of(trials, number, example)
         if there is None or any(float(there.back(r).square().sum()) > 1e-2 * variance * float(r @ r) for r in found):
             return Flaw(f"{said}, others for other gradients or draws")
     count = int(min(KEPT, HELD / n, 0.8 * share * n + 1))
@@ -176,50 +175,35 @@ def quiet_directions(function: DefenseFunction, secrets: Sequence[Secret], examp
         if rest is None:
             break
         found.append(rest)
-    return _matched(f"{said}, always the same ones", function, torch.stack(found), secrets, examples)
+    return _matched(f"{said}, always the same ones", trials, torch.stack(found))
 
 
-def _matched(
-    what: str, function: DefenseFunction, rows: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
-) -> Flaw:
+def _matched(what: str, trials: Tried, rows: Tensor) -> Flaw:
     """Return the flaw with the view that matches what an update is along these rows, if it is the gradient's there."""
+    function, examples = trials.function, trials.examples
     _, sizes, basis = torch.linalg.svd(rows.double(), full_matrices=False)
     basis = basis[sizes > 1e-4 * sizes[0]].to(examples[0])
     noise = 0.0  # that is left along the rows
-    for secret, vector in ((secrets[1], examples[1]), (secrets[2], examples[0])):
-        out = function.run(vector, secret)
+    for number, vector in ((1, examples[1]), (2, examples[0])):
+        out = function.run(vector, trials.secrets[number])
         if out is None or (away := float((basis @ (out - vector)).norm())) > float((basis @ vector).norm()):
             return Flaw(what)
         noise = max(noise, away / sqrt(len(vector)))
-    parts = function.parts
-
-    def onto(tree: Params) -> Params:
-        flat = torch.cat([tree[name].reshape(-1) for name in parts])
-        held = basis.to(flat)
-        return function.tree((flat @ held.T) @ held)
-
-    def view(seen: Observation) -> Observation:
-        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
-        update, left = replace(seen.update, gradient=onto(seen.update.gradient)), dict.fromkeys(parts, noise)
-        seen = replace(seen, update=update, simulate=onto, simulate_on=function.where, noise=left)
-        return with_label(seen, list(parts))
-
-    return Flaw(what, view)
+    along = onto(function, basis)
+    return Flaw(what, lambda seen: matched(seen, function, along, noise))
 
 
-def sampled_flaws(
-    function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor], sent: Tensor, middle: Tensor
-) -> list[Flaw]:
+def sampled_flaws(trials: Tried, sent: Tensor, middle: Tensor) -> list[Flaw]:
     """Return what draws (K, n) at one gradient show: entries that move together, sums that stand still, silence."""
-    rounded = len(sent[:, :256].unique()) < 0.1 * sent[:, :256].numel()
-    tests = (_silent_runs,) if rounded else (_silent_runs, _silent_entries, _together, _still_sums)
-    found = (test(function, sent - middle, sent, secrets, examples) for test in tests)
-    return [flaw for flaw in found if flaw is not None]
+    tests = (_silent_runs,) if _rounded(sent) else (_silent_runs, _silent_entries, _together, _still_sums)
+    return [flaw for test in tests if (flaw := test(trials, sent - middle, sent)) is not None]
 
 
-def _silent_runs(
-    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
-) -> Flaw | None:
+def _rounded(sent: Tensor) -> bool:
+    return len(sent[:, :256].unique()) < 0.1 * sent[:, :256].numel()
+
+
+def _silent_runs(trials: Tried, noise: Tensor, sent: Tensor) -> Flaw | None:
     sizes = noise.square().mean(1).sqrt()
     silent = sizes < 0.1 * sizes.median()
     if not bool(silent.any()) or bool(silent.all()):
@@ -234,18 +218,16 @@ def _silent_runs(
     return Flaw(f"in {float(silent.double().mean()):.1%} of all draws there is hardly any", view, "multi-round")
 
 
-def _silent_entries(
-    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
-) -> Flaw | None:
+def _silent_entries(trials: Tried, noise: Tensor, sent: Tensor) -> Flaw | None:
     shares: dict[str, float] = {}
     quiet: dict[str, float] = {}
-    for name, part in function.parts.items():
+    for name, part in trials.function.parts.items():
         moved = noise[:, part][:, (sent[:, part] != 0).any(0)]
         std = float(moved.square().mean().sqrt()) if moved.numel() else 0.0
-        small = moved.abs() < SMALL * std
-        share = float(small.double().mean()) if moved.numel() else 0.0
+        tiny = moved.abs() < SMALL * std
+        share = float(tiny.double().mean()) if moved.numel() else 0.0
         if moved.numel() >= 1000 and share > MANY:
-            shares[name], quiet[name] = share, float(moved[small].square().mean().sqrt())
+            shares[name], quiet[name] = share, float(moved[tiny].square().mean().sqrt())
     if not shares:
         return None
     name = max(shares, key=lambda n: shares[n])
@@ -253,23 +235,16 @@ def _silent_entries(
 
     def view(seen: Observation) -> Observation:
         """Match the entries that are small: where noise is loud they would not be."""
-        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
-        weights = {n: _small(seen.update.gradient[n], share) for n, share in shares.items()}
+        seen = one_step(seen)
+        weights = {n: small(seen.update.gradient[n], share, 4) for n, share in shares.items()}
         others = {n: torch.zeros_like(g) for n, g in seen.update.gradient.items() if n not in shares}
         seen = replace(seen, weights=seen.weights | weights | others, noise=seen.noise | quiet)
-        return with_label(seen, list(function.parts))
+        return with_label(seen, list(trials.function.parts))
 
     return Flaw(what, view)
 
 
-def _small(sent: Tensor, share: float) -> Tensor:
-    middle = sent.abs().flatten().kthvalue(max(1, int(share / 2 * sent.numel()))).values
-    return (sent.abs() <= 4 * middle).to(sent)
-
-
-def _together(
-    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
-) -> Flaw | None:
+def _together(trials: Tried, noise: Tensor, sent: Tensor) -> Flaw | None:
     """Entries with the same signature over all draws, up to a factor."""
     sizes = noise.norm(dim=0)
     live = (sizes > 1e-3 * sizes.median()).nonzero().flatten()
@@ -293,36 +268,35 @@ def _together(
         along = torch.zeros(len(count), dtype=torch.float64).index_add(0, number, loads * drawn)
         row[entries] = drawn - loads * (along / sums.clamp_min(1e-300))[number]
     what = f"{int(many.sum())} of {sent.shape[1]} entries move together with another one"
-    return _matched(what, function, rows, secrets, examples)
+    return _matched(what, trials, rows)
 
 
-def _still_sums(
-    function: DefenseFunction, noise: Tensor, sent: Tensor, secrets: Sequence[Secret], examples: Sequence[Tensor]
-) -> Flaw | None:
+def _still_sums(trials: Tried, noise: Tensor, sent: Tensor) -> Flaw | None:
     """Sums over rows, columns and tensors, and the part along the gradient, that stand still over all draws."""
+    function, example = trials.function, trials.examples[0]
     rows, told = list[Tensor](), list[str]()
     for name, part in function.parts.items():
-        mine, g = noise[:, part], examples[0][part]
+        mine, g = noise[:, part], example[part]
         variance = float(mine.var(0).mean())
         if mine.shape[1] < 4 or variance == 0:
             continue
         if bool(g.any()) and float((mine @ g / g.norm().clamp_min(1e-30)).var()) < 0.02 * variance:
             told.append(f"the part of {name} along the gradient carries none")
-        index = torch.arange(mine.shape[1]).view(len(function.tree(examples[0])[name]), -1)
+        index = torch.arange(mine.shape[1]).view(len(function.tree(example)[name]), -1)
         for lines in (index, index.T, index.reshape(1, -1)):
             if lines.shape[1] < 4:
                 continue
             sums = mine[:, lines].sum(2).var(0) / (lines.shape[1] * variance)
             for line in lines[sums < 0.02]:
-                row = torch.zeros_like(examples[0])
+                row = torch.zeros_like(example)
                 row[part.start + line] = 1.0
                 rows.append(row)
-    whole = examples[0] / examples[0].norm()
+    whole = example / example.norm()
     if not told and float((noise @ whole).var()) < 0.02 * float(noise.var(0).mean()):
         told.append("the part along the gradient carries none")
     if len(rows) > 2:
         kept = torch.stack(rows[: int(HELD / sent.shape[1])])
-        return _matched(f"{len(rows)} sums over rows or columns carry none", function, kept, secrets, examples)
+        return _matched(f"{len(rows)} sums over rows or columns carry none", trials, kept)
     return Flaw(told[0]) if told else None
 
 
@@ -373,46 +347,100 @@ def round_flaws(function: DefenseFunction, secret: Secret, vector: Tensor, middl
     return flaws
 
 
-def flaws_of(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> list[Flaw]:
+def flaws_of(trials: Tried) -> list[Flaw]:
     """Return all that is wrong with calling what a defence adds to a gradient independent noise."""
-    n, middle = len(examples[0]), None
-    quiet = quiet_directions(function, secrets, examples)
+    function, example, middle = trials.function, trials.examples[0], None
+    n = len(example)
+    quiet = quiet_directions(trials)
     found = [] if quiet is None else [quiet]
-    outs = [function.run(examples[0], s) for s in secrets[: int(min(DRAWS, WORK / n))]]
-    known = [out for out in outs if out is not None]
+    known = function.runs(example, trials.secrets[: int(min(DRAWS, WORK / n))])
     if len(known) >= 24:
         sent = torch.stack(known)
         if not bool((sent != sent[0]).any()):
             return []  # what changes is not drawn
-        away = (sent.mean(0) - examples[0]).square().mean()
-        middle = examples[0] if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
-        found += sampled_flaws(function, secrets, examples, sent, middle)
-        found += _of_size(function, secrets, examples[0], float((sent[0] - sent[1]).norm()))
-    return found + round_flaws(function, secrets[0], examples[0], middle if n * CALLS <= WORK else None)
+        away = (sent.mean(0) - example).square().mean()
+        middle = example if away <= 3 * sent.var(0).mean() / len(sent) else sent.median(0).values
+        found += sampled_flaws(trials, sent, middle)
+        usual = float((sent[0] - sent[1]).norm())
+        said = ["" if _rounded(sent) else tied(function.parts, sent - middle), odd_law(trials, DRAWS), _again(trials)]
+        said += [of(trials, usual) for of in (_of_size, _of_time, _of_caller, _of_message)]
+        found += [Flaw(what) for what in said if what]
+    return found + round_flaws(function, trials.secrets[0], example, middle if n * CALLS <= WORK else None)
 
 
-def _of_size(function: DefenseFunction, secrets: Sequence[Secret], vector: Tensor, usual: float) -> list[Flaw]:
-    """Gradients that are small or large, and have hardly any noise."""
+def _again(trials: Tried) -> str:
+    """Return that noise comes up again for another secret, in words."""
+    met: dict[str, set[bytes]] = {}
+    parts, example = trials.function.parts, trials.examples[0]
+    still = torch.stack(trials.function.runs(example, trials.secrets[:3])).diff(dim=0).eq(0).all(0)
+    names = [name for name, p in parts.items() if p.stop - p.start >= 64 and not bool(still[p].all())]
+    for number, secret in enumerate(trials.secrets[: int(AGAIN / len(example))]):
+        out = trials.function.run(example, secret)
+        if out is None:
+            break
+        for name in names:
+            key = hashlib.blake2b(out[parts[name]].cpu().numpy().tobytes()).digest()
+            if key in met.setdefault(name, set()):
+                return f"that of {name} came up twice in {number + 1} draws: there are few keys, which a server tries"
+            met[name].add(key)
+    return ""
+
+
+def _of_size(trials: Tried, usual: float) -> str:
+    """Return that gradients that are small or large have hardly any noise, in words."""
     for factor in (0.02, 0.2, 5.0, 50.0):
-        outs = [out for s in secrets[:16] if (out := function.run(factor * vector, s)) is not None]
+        outs = trials.function.runs(factor * trials.examples[0], trials.secrets[:16])
         away = max((float((out - outs[0]).norm()) for out in outs[1:]), default=usual)
         if away < 0.2 * usual * min(1.0, factor):
-            return [Flaw(f"gradients of {factor:g} times the size have hardly any")]
-    return []
+            return f"gradients of {factor:g} times the size have hardly any"
+    return ""
 
 
-def hidden_bits(function: DefenseFunction, secrets: Sequence[Secret], examples: Sequence[Tensor]) -> Flaw | None:
+def _of_time(trials: Tried, usual: float) -> str:
+    """Return that at some time of the day, the year or the minute there is hardly any noise, in words."""
+    run, example, (first, second) = trials.function.run, trials.examples[0], trials.secrets[:2]
+    sent, now = run(example, first), first.clock or 0.0
+    for later in (*range(0, 86400, 1800), *range(0, 366 * 86400, 86400 * 5), *range(60)):
+        out = run(example, replace(first, clock=now + later))
+        if out is None or sent is None or torch.equal(out, sent):
+            continue
+        other = run(example, replace(second, clock=now + later))
+        if other is not None and float((out - other).norm()) < 0.2 * usual:
+            return f"at {datetime.datetime.fromtimestamp(now + later):%H:%M on %d %B} there is hardly any"
+    return ""
+
+
+def _of_caller(trials: Tried, usual: float) -> str:
+    """Return that there is hardly any noise where the defence does not see that an audit calls it, in words."""
+    outs = replace(trials.function, unseen=True).runs(trials.examples[0], trials.secrets[:2])
+    if len(outs) < 2 or float((outs[0] - outs[1]).norm()) > 0.2 * usual:
+        return ""
+    return "where no audit is on the call stack there is hardly any"
+
+
+def _of_message(trials: Tried, usual: float) -> str:
+    """Return that the same client has other noise for a gradient that is hardly another one, in words."""
+    example = trials.examples[0]
+    outs = [out for v in (example, example, 1.001 * example) for out in trials.function.runs(v, trials.secrets[:1])]
+    if len(outs) < 3 or not torch.equal(outs[0], outs[1]) or float((outs[2] - outs[0]).norm()) < 0.5 * usual:
+        return ""
+    return "it follows from the gradient or from what is sent: of one that is a thousandth longer it is another"
+
+
+def hidden_bits(trials: Tried) -> Flaw | None:
     """Return that the low bits of what is sent follow from the gradient and nothing else, with what reads them."""
+
+    function, examples = trials.function, trials.examples
 
     def words(vector: Tensor) -> Tensor:
         return vector.float().contiguous().view(torch.int32)
 
     low, still = list[Tensor](), torch.full((len(examples[0]),), 2**MANTISSA - 1, dtype=torch.int32)
     for vector in examples[:2]:
-        outs = [function.run(vector, secret) for secret in secrets[:BITS]]
-        if any(out is None for out in outs):
+        outs = function.runs(vector, trials.secrets[:BITS])
+        if len(outs) < BITS:
             return None
-        sent = torch.stack([words(out.cpu()) for out in outs if out is not None])
+        sent = torch.stack([words(out.cpu()) for out in outs])
         still = still & ~_moved(sent)
         low.append(sent[0])
     count = 0  # of low bits that are the same for all draws, in most entries
@@ -429,8 +457,8 @@ def hidden_bits(function: DefenseFunction, secrets: Sequence[Secret], examples: 
         return Flaw(what)
 
     def view(seen: Observation) -> Observation:
-        seen = seen.as_one_step() if seen.update.num_steps == 1 else seen
-        sent = torch.cat([seen.update.gradient[n].reshape(-1) for n in function.parts])
+        seen = one_step(seen)
+        sent = function.flat(seen.update.gradient)
         read = ((words(sent) & mask) ^ cover.to(sent.device)) << (32 - count)
         return replace(seen, update=replace(seen.update, gradient=function.tree(read.view(torch.float32).to(sent))))
 
