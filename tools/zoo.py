@@ -128,7 +128,7 @@ def results(wanted: Sequence[str], scenes: Iterable[AuditConfig], workers: int, 
 
 def table(found: Iterable[Result]) -> str:
     """Return what was found as a table, the wrong ones marked, and below it what is said of declarations."""
-    head = ["", "defence", "family", "declares", "truth", *TIERS, "by", "errors, probe", "s"]
+    head = ["", "defence", "family", "declares", "truth", *TIERS, "by", "errors", "probe", "s"]
     rows, said = [head], []
     for r in found:
         truth = "sound" if r.sound else "broken"

@@ -2,21 +2,25 @@
 
 ``weights``: every network of gradveil untrained, and rounds of federated training on digits, each held against the
 round before, the architecture and 16 own examples. ``noise``: defences with independent noise of a declared law, plain
-and composed, on digits and a linear model, every fourth time on LeNet too. Nothing new is begun after ``--seconds``.
+and composed, on digits and a linear model, every fourth time on LeNet too. ``audits``: every sound defence of the zoo,
+audited on a linear model, five images, by newton. Nothing new is begun after ``--seconds``.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from dataclasses import replace
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from gradveil.auditing.audit import audit
 from gradveil.auditing.incoming import check_model
 from gradveil.data import load
 from gradveil.data.partition import partition
@@ -28,7 +32,7 @@ from gradveil.seeds import Seeds
 from gradveil.threats.probes import probe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from zoo.keeper import names, opened
+from zoo.keeper import FIRST, is_right, names, opened
 
 Row = dict[str, Any]
 SHAPE, CLASSES, OWN = (1, 8, 8), 10, 16
@@ -58,11 +62,9 @@ def network(name: str, seed: int) -> nn.Module:
 
 def untrained(seeds: int) -> Iterator[Row]:
     """Check every network as it is made, for images of 32x32 in colour."""
-    for name in (name for name, builder in MODELS if builder.takes == "image"):
-        for seed in range(seeds):
-            model = build(name, (3, 32, 32), CLASSES, seed)
-            found = check_model(dict(model.state_dict()), model=model)
-            yield {"of": "untrained", "name": name, "seed": seed, "findings": [f.text for f in found.findings]}
+    for name, seed in product((name for name, builder in MODELS if builder.takes == "image"), range(seeds)):
+        found = check_model(dict((model := build(name, (3, 32, 32), CLASSES, seed)).state_dict()), model=model)
+        yield {"of": "untrained", "name": name, "seed": seed, "findings": [f.text for f in found.findings]}
 
 
 def trained(seeds: int) -> Iterator[Row]:
@@ -96,22 +98,25 @@ def sound(seeds: int) -> Iterator[Row]:
                 found = probe(build_defense(spec), model, public, examples, Local(batch_size=1), 0.3, Seeds(seed), 10)
                 said = [*found.errors, *(server.name for server in found.servers if spec in SOUND)]
                 said += [] if found.assessed or spec in zoo else ["not assessed"]
-                about = {"of": "noise", "name": spec, "model": type(model).__name__, "seed": seed}
-                yield about | {"examples": examples, "findings": said}
+                about = {"of": "noise", "name": spec, "model": type(model).__name__, "seed": seed, "examples": examples}
+                yield about | {"findings": said}
 
 
-def within(rows: Iterator[Row], end: float) -> Iterator[Row]:
-    """Yield rows until the time is over."""
-    for row in rows:
-        yield row
-        if time.monotonic() > end:
-            return
+def audits(seeds: int) -> Iterator[Row]:
+    """Audit all sound defences of the zoo, with other seeds than rules were written on; any accusation is an alarm."""
+    for config in (replace(FIRST, model="logistic", seed=100 + seed) for seed in range(seeds)):
+        with opened(*names("sound")) as kept, tempfile.TemporaryDirectory() as scratch:
+            found = audit(defenses=list(kept), config=config, out=Path(scratch) / "audit").verdicts
+        for one in (one for one in found if one.defense in kept):
+            said = [] if is_right(kept[one.defense], one) else [one.outcome, *one.errors]
+            yield {"of": "audit", "name": one.defense, "seed": config.seed, "outcome": one.outcome, "findings": said}
 
 
 def main() -> None:
-    parts: dict[str, tuple[Callable[[int], Iterator[Row]], ...]] = {"weights": (untrained, trained), "noise": (sound,)}
+    parts: dict[str, tuple[Callable[[int], Iterator[Row]], ...]]
+    parts = {"weights": (untrained, trained), "noise": (sound,), "audits": (audits,)}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=parts, nargs="?", help="default: both")
+    parser.add_argument("part", choices=parts, nargs="?", help="default: all")
     parser.add_argument("--seeds", type=int, default=3, help="of networks and trainings; 16 times as many of noise")
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--out", type=Path, help="a file of JSON lines, one for each check")
@@ -119,11 +124,10 @@ def main() -> None:
     end, rows = time.monotonic() + options.seconds, []
     for name in [options.part] if options.part else parts:
         for part in parts[name]:
-            found = list(within(part(options.seeds * (16 if name == "noise" else 1)), end))
+            checks = part(options.seeds * (16 if name == "noise" else 1))
+            found = list(takewhile(lambda _: time.monotonic() < end, checks))
             alarms = [row for row in found if row["findings"]]
-            print(f"{part.__name__}: {len(alarms)} alarms in {len(found)} checks", flush=True)
-            for row in alarms:
-                print(row)
+            print(f"{part.__name__}: {len(alarms)} alarms in {len(found)} checks", *alarms, sep="\n", flush=True)
             rows += found
     if options.out:
         options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
