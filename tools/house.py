@@ -44,15 +44,15 @@ class Budget:
 
 
 BUDGETS = (
-    Budget("library: files", 200, 231),
-    Budget("library: lines", 36_000, 49_418),
+    Budget("library: files", 200, 200),
+    Budget("library: lines", 36_000, 46_400),
     Budget("studies: lines", 8_000, 8_000),
     Budget("studies: lines of benchmarks", 5_000, 5_000),
     Budget("longest file", 500, 500),
     Budget("longest function", 80, 81),
     Budget("most parameters", 12, 15),
     Budget("most options of a command", 12, 12),
-    Budget("cycles between packages", 0, 1),
+    Budget("cycles between packages", 0, 0),
     Budget("class names used twice", 0, 0),
     Budget("pages", 40, 40),
     Budget("words of pages", 45_000, 45_000),

@@ -138,7 +138,7 @@ class _ProcessPool(Pool):
     def _watching(self) -> Iterator[None]:
         try:
             yield
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        except (EOFError, ConnectionError) as error:
             self.close()
             raise GradveilError(
                 "A worker process ended before its work was done (out of memory, or a script without "
@@ -183,7 +183,7 @@ def _serve(pipe: Connection) -> None:
         while True:
             state, jobs, lr = pipe.recv()
             pipe.send(_answer(world, places, state, jobs, lr))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         return
 
 
