@@ -135,6 +135,7 @@ FOUND = (
     World("cifar10, 10 silos", "cifar10", LITE0, SILO, 100, 10, SILOS, dims=SOME, tested=3000),
     World("cifar10, 10 silos, 5 local epochs", "cifar10", LITE0, SILO, 20, 10, SILOS, 5, dims=SOME, tested=3000),
     *(World(name, texts, MINILM, split, 100, 20, WORDS, 1, FEW, tuning=2) for name, texts, split in TEXTS),
+    World("ag_news, 5 local epochs", TEXTS[1][1], MINILM, TEXTS[1][2], 20, 20, WORDS, 5, FEW, tuning=2),
     World("breast cancer", "breast_cancer", "", "iid:devices=5,per_device=60", 100, 5, TABLE, 1, (0,), "auc", 60, 20),
     World("adult", ADULT, "", "iid:devices=20,per_device=500", 100, 20, TABLE, 1, (0,), "auc"),
 )
