@@ -97,6 +97,10 @@ def normed() -> nn.Module:
     return model
 
 
+def normed_by_a_hook() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(64, 5)))
+
+
 @pytest.mark.parametrize("model", [small, Words, normed], ids=["plain", "words", "norms"])
 def test_a_users_loop_takes_the_steps_of_step_gradient(model: Made, data: Batch) -> None:
     plain, guarded = made(model), made(model)
@@ -115,6 +119,14 @@ def test_a_users_loop_takes_the_steps_of_step_gradient(model: Made, data: Batch)
     assert guard.report.examples == 19
     assert guard._attachment not in attachment._watching
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in guarded.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_a_hook_of_its_layer_makes(data: Batch) -> None:
+    model = made(normed_by_a_hook)
+    with protect(model, SPEC, simulated=noise()):
+        F.cross_entropy(model(data.inputs), data.labels).backward()
+    close(gradients(model), step_gradient(made(normed_by_a_hook), data, build(SPEC), noise()))
 
 
 def test_the_same_as_opacus_on_the_same_noise(data: Batch) -> None:
@@ -218,6 +230,9 @@ def contrast(out: Tensor, _: Tensor) -> Tensor:
         (contrast, "goes through Mm"),
         (lambda out, y: F.cross_entropy(out.T, torch.zeros(5).long()), "goes through"),
         (lambda out, y: F.mse_loss(out[:, 0], y[:, None].float()), "goes through"),  # torch makes a square of it
+        (lambda out, y: F.mse_loss(out[:, :1], y.float()), "targets the shape of the output"),  # the same
+        (lambda out, y: (out[:, :1] - y).abs().mean(), "targets the shape of the output"),
+        (lambda out, y: F.huber_loss(out[:, :1].sigmoid(), y.float()), "targets the shape of the output"),
         (lambda out, y: F.cross_entropy(out, y) ** 2, "goes through Pow"),
         (lambda out, y: F.cross_entropy(out, y, reduction="none")[y > 1].mean(), "goes through Index"),
         (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "12 times the mean"),
@@ -294,6 +309,27 @@ def by_the_largest() -> nn.Module:
     return Across(lambda y: y / y.abs().max())
 
 
+def couples(x: Tensor) -> Tensor:
+    """Neighbours without what they have in common."""
+    pairs = x.unflatten(0, (-1, 2))
+    return (pairs - pairs.mean(1, keepdim=True)).flatten(0, 1)
+
+
+def between_neighbours() -> nn.Module:
+    return Across(couples)
+
+
+class OfTraining(nn.Module):
+    """Takes the statistics of the batch where gradients are on, as batch norms written by hand do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if torch.is_grad_enabled() else x
+
+
+def with_statistics_of_training() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), OfTraining(), nn.Linear(64, 5))
+
+
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
 
@@ -317,6 +353,8 @@ def tied() -> nn.Module:
         (Mixing, "depends on the others"),
         (running_sum, "depends on the others"),
         (by_the_largest, "depends on the others"),
+        (between_neighbours, "depends on the others"),
+        (with_statistics_of_training, "depends on the others"),
         (Twice, "runs twice"),
         (Turned, "one record each|depends on the others"),
         (with_dropout_in_attention, "dropout"),

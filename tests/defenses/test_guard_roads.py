@@ -372,7 +372,26 @@ def mixing_function(model: Writing) -> Writing:
     return model
 
 
-@pytest.mark.parametrize("mix", [mixing_hook, mixing_function])
+class Swapped(Mixed):
+    """Between neighbours alone."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g + g.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+class Swapping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Swapped.apply(x)
+        return out
+
+
+def swapping_function(model: Writing) -> Writing:
+    model.head = nn.Sequential(Swapping(), model.head)
+    return model
+
+
+@pytest.mark.parametrize("mix", [mixing_hook, mixing_function, swapping_function])
 def test_a_backward_pass_that_mixes_records_is_refused(mix: Any, data: Batch) -> None:
     model = mix(plain())
     with pytest.raises(DefenseError, match="backward"), protect(model, SPEC):
@@ -395,6 +414,24 @@ def test_a_hook_that_keeps_records_apart_is_fine(data: Batch) -> None:
     model.head.register_full_backward_hook(lambda m, into, out: (into[0] * 2,))
     with protect(model, SPEC):
         step(model, data)
+
+
+def test_an_optimizer_that_looks_at_the_gradient_twice_sees_noise_of_its_own_each_time(data: Batch) -> None:
+    """A closure that forgets zero_grad(): what the second look adds to the first one is a release too."""
+    model, seen = plain(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=2)
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(model(data.inputs), data.labels)
+        loss.backward()
+        seen.append(model.head.weight.grad.clone())  # type: ignore[union-attr]
+        return loss
+
+    with protect(model, "veil:z=1e4,clip=1", slots=100) as guard:
+        optimizer.step(closure)
+        assert guard.report.spent == pytest.approx(len(seen) / 1e4**2)
+    assert len(seen) > 1
+    assert float((seen[1] - seen[0]).abs().mean()) > 10
 
 
 # Optimizers that bring something with them.

@@ -358,6 +358,28 @@ def test_a_record_in_two_slots_of_a_step_pays_four_times() -> None:
     bench.guard.close()
 
 
+class Pairs(nn.Module):
+    """Two records in, as a siamese network takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = self.fc(x - other)
+        return out
+
+
+@pytest.mark.parametrize(("other", "uses"), [(lambda x: x.roll(1, 0), 4), (lambda x: x.flip(1), 1), (lambda x: x, 1)])
+def test_a_record_in_both_places_of_a_pair_is_in_two_slots(other: Callable[[Tensor], Tensor], uses: int) -> None:
+    bench, model = Bench(), Pairs()
+    with protect(model, SPEC) as guard:
+        for x, y, _ in counted(bench.loader(sampler=range(4), shuffle=False)):
+            F.cross_entropy(model(x, other(x)), y).backward()
+        assert guard.account.spent == uses
+    bench.guard.remove()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_counted_loader_gives_the_batches_of_the_loader(workers: int) -> None:
     def batches(wrap: Callable[[Any], Any]) -> list[list[int]]:

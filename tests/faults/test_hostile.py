@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import struct
 import zlib
@@ -212,6 +213,21 @@ def parquet(labels: Any, about: Any = None, column: Any = None) -> Damage:
     return make
 
 
+def texts(column: Any) -> Damage:
+    def make(folder: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"text": column, "label": [0, 1] * (len(column) // 2)}), folder / "train.parquet")
+
+    return make
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 def packed(change: Callable[[bytes], bytes]) -> Damage:
     def make(folder: Path) -> None:
         write_idx(folder / "mnist", pixels(20, 1, 28), pixels(20, 1, 28), zipped=True)
@@ -252,6 +268,10 @@ DATA = {
     "labels that are texts": (FOLDER, parquet(["a", "b", "a", "b"])),
     "images that are paths": (FOLDER, parquet([0, 1, 0, 1], column=["/etc/passwd"] * 4)),
     "images that are numbers": (FOLDER, parquet([0, 1, 0, 1], column=[1, 2, 3, 4])),
+    "a pipe among the images": (FOLDER, with_images(lambda folder: pipe(folder / "a" / "0.png"))),
+    "a pipe in the place of a parquet file": (FOLDER, lambda folder: pipe(folder / "train.parquet")),
+    "texts that are numbers": (FOLDER, texts([1, 2, 3, 4])),
+    "texts that are lists": (FOLDER, texts([["a b"], ["c"], ["a b"], ["c"]])),
     "half a parquet file": (FOLDER, lambda folder: (parquet([0, 1, 0, 1])(folder), cut("*.parquet", 0.5)(folder))),
     "half a gz": ("mnist", packed(lambda content: content[: len(content) // 2])),
     "a damaged gz": ("mnist", packed(flipped)),

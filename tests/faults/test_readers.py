@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ from gradveil.data.table import read_table
 from gradveil.defenses import decoy
 from gradveil.defenses import veil as coordinates
 from gradveil.defenses.decoy import load_prior, save_prior
+from gradveil.errors import GradveilError
 from gradveil.federated.server import Checkpoint
 from gradveil.privacy.accountant import Account, spend_from
 from gradveil.privacy.configurations import check as check_configuration
@@ -228,6 +230,50 @@ def test_updates_weights_and_examples(place: Path, count: Count) -> None:
         ("weights", weights, metadata_of(dict(model.state_dict()), {"a": "b"})),
     ):
         drill(f"safetensors: {what}", files, to_file(place / "file", read), place, number, count)
+
+
+def test_checkpoints_of_torch(place: Path, count: Count) -> None:
+    state = network().state_dict()
+    path, valid = place / "weights.pt", []
+    for new in (True, False):
+        torch.save(state, path, _use_new_zipfile_serialization=new)
+        valid.append(path.read_bytes())
+
+    def read(_: Path) -> None:
+        found = load_weights(network(), path)
+        assert all(bool(value.isfinite().all()) for value in found.values())
+
+    drill("checkpoints of torch", damaged(tuple(valid)), to_file(path, read), place, times(100, 1_000), count)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, lambda w: w.to("meta"), lambda w: w.to(torch.complex64),
+        lambda w: w.to(torch.float8_e4m3fn), lambda w: w.double() * 1e300, lambda w: torch.nested.nested_tensor([w[0]]),
+        lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
+    ],
+)  # fmt: skip
+def test_weights_that_are_no_plain_numbers(place: Path, make: Callable[[torch.Tensor], Any], count: Count) -> None:
+    state = network().state_dict()
+    torch.save(state | {"1.weight": make(state["1.weight"])}, place / "weights.pt")
+    with pytest.raises(GradveilError, match=r"no plain tensor|cannot hold"):
+        load_weights(network(), place / "weights.pt")
+    count("odd tensors")
+
+
+def test_a_checkpoint_that_unpacks_to_more_is_refused(place: Path, count: Count) -> None:
+    torch.save(network().state_dict() | {"more": torch.zeros(2**20)}, place / "stored.pt")
+    with (
+        zipfile.ZipFile(place / "stored.pt") as stored,
+        zipfile.ZipFile(place / "w.pt", "w", zipfile.ZIP_DEFLATED) as out,
+    ):
+        for part in stored.infolist():
+            out.writestr(part.filename, stored.read(part))
+    with pytest.raises(GradveilError, match="unpacks to more"):
+        load_weights(network(), place / "w.pt")
+    count("small files that stand for more")
 
 
 def test_priors_and_public_coordinates(place: Path, count: Count) -> None:
@@ -432,6 +478,32 @@ ABORTS = zlib.decompress(base64.b85decode(  # pyarrow 26.0.1 ends the process th
     '$$elD3Q}1d8Sa&n1m>qZx_}KyhAIUCH!xWk05l3@XP`kO)Kf4|I>StIbP9xPNDMd3h%y3+I;Vq!7Op=OtjHaqAIZH=87c0NfUX3ouK*hcv?|ik'
     'soc>Q>UfwYCntzkli~W292}XKV-OXA(1Ijy%OIgpkXTe$np&cpTu`8!SX7i>u27a*RGgWgr(k5JXP{>&X#*^gAc)}-3j;#{u+aek&|qS?'
 ))  # fmt: skip
+
+
+def test_arrow(place: Path, count: Count) -> None:
+    """What save_to_disk() of Hugging Face datasets writes: pyarrow goes where the numbers in it say."""
+
+    def stream(texts: Any, labels: Any, about: Any = None) -> bytes:
+        table = pa.table({"text": texts, "label": labels}).replace_schema_metadata(about)
+        out = io.BytesIO()
+        with pa.ipc.new_stream(out, table.schema) as file:
+            file.write_table(table, max_chunksize=5)
+        return out.getvalue()
+
+    names = {"huggingface": json.dumps({"info": {"features": {"label": {"names": ["a", "b"]}}}})}
+    numbered = pa.array(["hello world", "and more"] * 6).dictionary_encode()
+    valid = (
+        stream(["hello world"] * 12, [0, 1] * 6),
+        stream(numbered, pa.array([0, 1] * 6, pa.int8())),
+        stream(pa.array(["hello world", None] * 6, pa.large_string()), [-1, 0, 1] * 4, names),
+    )
+    (place / "train").mkdir()
+
+    def read(_: Path) -> None:
+        found = data.load(f"folder:path={place}")
+        assert len(found.train) + len(found.test) >= 1
+
+    drill("arrow", damaged(valid), to_file(place / "train" / "data-0.arrow", read), place, times(100, 1_000), count)
 
 
 def ends_pyarrow(path: Path) -> bool:

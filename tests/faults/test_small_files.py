@@ -47,6 +47,43 @@ def texts_bomb(folder: Path) -> None:
     assert (folder / "bomb.parquet").stat().st_size < 300_000
 
 
+def numbered_texts(folder: Path) -> None:
+    """60 kilobytes: one text of a megabyte, to which 20,000 rows point, also where it was read."""
+    value = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), pa.array(["a " * 2**19]))
+    table = pa.table({"text": value, "label": pa.array(np.arange(20_000) % 2), "age": np.arange(20_000)})
+    pq.write_table(table, folder / "train.parquet", compression="zstd")
+    assert (folder / "train.parquet").stat().st_size < 100_000
+
+
+def arrow(folder: Path, table: Any, packed: str | None = None) -> None:
+    """What save_to_disk() of Hugging Face datasets writes."""
+    (folder / "train").mkdir()
+    options = pa.ipc.IpcWriteOptions(compression=packed)
+    with pa.ipc.new_stream(folder / "train" / "data-00000-of-00001.arrow", table.schema, options=options) as file:
+        file.write_table(table)
+
+
+def long_texts(folder: Path) -> None:
+    """500 MB of words in 200 kilobytes."""
+    table = pa.table({"text": ["a b c " * 10**5] * 800, "label": [0, 1] * 400})
+    pq.write_table(table, folder / "train.parquet", compression="zstd", use_dictionary=False)
+
+
+def packed_texts(folder: Path) -> None:
+    arrow(folder, pa.table({"text": ["a" * 2**20] * 1500, "label": [0, 1] * 750}), "zstd")
+
+
+def rows_of_nothing(folder: Path) -> None:
+    arrow(folder, pa.table({"text": pa.nulls(10**9), "label": pa.nulls(10**9)}))
+
+
+def texts_elsewhere(folder: Path) -> None:
+    """The text of a row begins a gigabyte behind the file."""
+    places = pa.array([0, 5, 2**30, 11], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 3, [None, places, pa.py_buffer(b"hello world")])
+    arrow(folder, pa.table({"text": texts, "label": [0, 1, 0]}))
+
+
 def rows_bomb(folder: Path) -> None:
     """300 million zeros, run-length coded."""
     with pq.ParquetWriter(folder / "rows.parquet", pa.schema([("x", pa.int64()), ("y", pa.int64())])) as writer:
@@ -67,6 +104,12 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a table of 100,001 columns": ("table:path=wide.csv,target=y", wide),
     "10 GB of images in a few kilobytes": ("folder:path=.", parquet_bomb),
     "64 GB of texts in a few kilobytes": ("table:path=bomb.parquet,target=y", texts_bomb),
+    "20 GB of texts under a number": ("folder:path=.", numbered_texts),
+    "the same in a table": ("table:path=train.parquet,target=label", numbered_texts),
+    "500 MB of words in a few kilobytes": ("folder:path=.", long_texts),
+    "packed rows of Arrow": ("folder:path=.", packed_texts),
+    "a billion rows of nothing": ("folder:path=.", rows_of_nothing),
+    "texts that lie elsewhere": ("folder:path=.", texts_elsewhere),
     "110 million rows": ("table:path=rows.parquet,target=y", rows_bomb),
     "200 MB of text": ("text:path=notes.txt", sparse("notes.txt", 200 * 2**20)),
     "a terabyte of text": ("text:path=notes.txt", sparse("notes.txt", 2**40)),

@@ -5,6 +5,7 @@
 * the weights after training beside those before (a pair of state dicts, as Flower sends them).
 """
 
+import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from gradveil.types import Batch, Update, check_update
 
 KINDS = ("gradient", "difference", "weights")
 NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights of a checkpoint
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 SHOWN = 3  # tensors that an error names
 _NO_PICKLES = (
     "It is not a safetensors file; pickles (.pt, .pth) are refused, since they can run code: save with "
@@ -151,8 +153,8 @@ def load_weights(model: nn.Module, path: str | Path) -> Params:
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UpdateError(f"{path} does not fit the model: {'; '.join(wrong[:SHOWN])}{more}. Is it of another network?")
-    if bad := next((n for n, v in tensors.items() if v.is_floating_point() and not bool(v.isfinite().all())), None):
-        raise UpdateError(f"{path}: {bad!r} holds NaN or infinite values.")
+    if bad := next((n for n, v in tensors.items() if not bool(v.to(own[n].dtype).isfinite().all())), None):
+        raise UpdateError(f"{path}: {bad!r} holds NaN or infinite values, or such that the model's type cannot hold.")
     model.load_state_dict(tensors, strict=False)
     return tensors
 
@@ -161,11 +163,18 @@ def _pickled(path: Path) -> Params:
     """Return the tensors of a pickle, by torch's reader that runs no code; training scripts nest them."""
     check_files(path)
     with wrap_parse_errors(path, UpdateError, "It is damaged, or holds more than tensors: save model.state_dict()."):
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                if sum(part.file_size for part in parts.infolist()) > path.stat().st_size:
+                    raise ValueError("it unpacks to more than it holds")
         found: Any = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
         nested = (found[key] for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict))
         found = next(nested, found)
         if not isinstance(found, dict) or not found or not all(isinstance(v, torch.Tensor) for v in found.values()):
             raise ValueError("it holds no weights by name")
+        plain = {n: v.layout is torch.strided and not v.is_nested and not v.is_meta for n, v in found.items()}
+        if odd := next((n for n, v in found.items() if not plain[n] or v.dtype not in _REAL), None):
+            raise ValueError(f"{odd!r} is no plain tensor of real numbers")
         if all(name.startswith("module.") for name in found):  # of a model that ran on several GPUs
             found = {name.removeprefix("module."): value for name, value in found.items()}
     return dict(found)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,9 @@ pyarrow, parquet = Later("pyarrow"), Later("pyarrow.parquet")
 
 _ROWS, _UNPACKED = 10**8, 2**34  # of a parquet file: rows, and bytes
 _SMALL, _TIMES = 2**29, 100  # what any file may unpack to, in bytes, and a larger one: so many times its size
+pc, types = Later("pyarrow.compute"), Later("pyarrow.types")
 _PIECE = 2**27  # bytes that are unpacked at once, at most
+_DICTIONARY, _BATCH = 2, 3  # kinds of Arrow's messages
 _IMAGE_NAMES = ("image", "img")
 _LABEL_NAMES = ("label", "labels", "fine_label", "target", "class")
 _TEXT_NAMES = ("text", "sentence", "content", "document")
@@ -48,12 +51,60 @@ def saved_files(folder: Path, split: str) -> list[Path]:
 def read_parquet(files: Sequence[Path]) -> Any:
     """Return the files, parquet or those of ``save_to_disk``, as one pyarrow table."""
     with wrap_parse_errors(", ".join(map(str, files)), DataError, "Download it again."):
-        return pyarrow.concat_tables([(_read_arrow if p.suffix == ".arrow" else _read_parquet)(p) for p in files])
+        if not all(path.is_file() for path in files):
+            raise ValueError("it is no plain file")
+        found = [(_read_arrow if path.suffix == ".arrow" else _read_parquet)(path) for path in files]
+        for path, table in zip(files, found, strict=True):
+            if (size := sum(map(_unpacked, table.columns))) > (most := _most(path)):
+                raise ValueError(f"it unpacks to {size:,} bytes, and the most is {most:,}")
+        return pyarrow.concat_tables(found)
+
+
+def _most(path: Path) -> int:
+    """Return the bytes that a file may unpack to."""
+    return min(_UNPACKED, max(_SMALL, _TIMES * path.stat().st_size))
+
+
+def _unpacked(column: Any) -> int:
+    """Return the bytes of a column as values, of which one in a dictionary may stand in any number of rows."""
+    texts = [
+        pc.sum(pc.take(pc.binary_length(part.dictionary), part.indices)).as_py() or 0
+        for part in (column.chunks if types.is_dictionary(column.type) else ())
+        if not types.is_primitive(part.type.value_type)
+    ]
+    return max(8 * len(column), column.nbytes, sum(texts))
 
 
 def _read_arrow(path: Path) -> Any:
     with pyarrow.memory_map(str(path)) as file:
-        return pyarrow.ipc.open_stream(file).read_all()
+        for message in pyarrow.ipc.MessageReader.open_stream(file):
+            if _is_packed(message.metadata.to_pybytes()):
+                raise ValueError("it is compressed, and nothing says how large it is: save it without, or as parquet")
+        file.seek(0)
+        found = pyarrow.ipc.open_stream(file).read_all()
+    found.validate(full=True)  # pyarrow itself goes where its numbers say
+    return found
+
+
+def _is_packed(about: bytes) -> bool:
+    """Return whether a message of Arrow's holds compressed rows: by the fourth field of its table RecordBatch."""
+
+    def at(place: int, kind: str = "<i") -> int:
+        found: int = struct.unpack_from(kind, about, place)[0]
+        return found
+
+    def field(table: int, number: int) -> int:
+        shape = table - at(table)
+        offset = at(shape + 4 + 2 * number, "<H") if 4 + 2 * number < at(shape, "<H") else 0
+        return table + offset if offset else 0
+
+    def inner(table: int, number: int) -> int:
+        return (place := field(table, number)) and place + at(place)
+
+    message = at(0)
+    kind, rows = about[field(message, 1)] if field(message, 1) else 0, inner(message, 2)
+    rows = inner(rows, 1) if kind == _DICTIONARY else rows
+    return kind in (_DICTIONARY, _BATCH) and bool(rows) and bool(field(rows, 3))
 
 
 def _read_parquet(path: Path) -> Any:
@@ -63,7 +114,7 @@ def _read_parquet(path: Path) -> Any:
         groups = [about.row_group(i) for i in range(about.num_row_groups)]
         chunks = [group.column(i) for group in groups for i in range(about.num_columns)]
         size = sum(group.total_byte_size for group in groups)
-        most = min(_UNPACKED, max(_SMALL, _TIMES * path.stat().st_size))
+        most = _most(path)
         longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)  # that a value can be
         numbers = 8 * sum(chunk.num_values for chunk in chunks)
         if about.num_rows > _ROWS or not 0 <= size <= most or not 0 <= numbers <= most or longest < 0:
@@ -147,11 +198,15 @@ def from_hub(name: str, train: Any, test: Any = None, settings: "Folder | None" 
         return Dataset(name, kept, aside, found.class_names, levels=found.levels)
     tables = [train] if test is None else [train, test]
     label = next((n for n in (own.label, *_LABEL_NAMES) if n in train.column_names), None)
+    for kind in (table.column(text).type for table in tables):
+        if not types.is_string(kind) and not types.is_large_string(kind):
+            raise DataError(f"Column {text!r} of {name} holds {kind}, which is no text. Write it as one.")
     texts = [one or "" for table in tables for one in table.column(text).to_pylist()]
     if label is None:
         return from_texts(name, texts, None, test_share=own.test_share)
     names, values = class_names(train, label), [v for table in tables for v in table.column(label).to_pylist()]
-    labels = [names[v] if names and isinstance(v, int) else str(v) for v in values]
+    named = dict(enumerate(names or ()))
+    labels = [named.get(v, str(v)) for v in values]
     return from_texts(name, texts, labels, test_share=own.test_share, test_from=None if test is None else len(train))
 
 

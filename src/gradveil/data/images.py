@@ -127,6 +127,8 @@ def _open_image(encoded: Encoded) -> Image.Image:
     with _damage_told(encoded):
         if isinstance(encoded, Path) and encoded.suffix.lower() in DICOM:
             return _open_dicom(encoded)
+        if isinstance(encoded, Path) and not encoded.is_file():
+            raise ValueError("it is no plain file")
         image = Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded, formats=_FORMATS)
         if image.width * image.height > _PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, and the most is {_PIXELS:,}")

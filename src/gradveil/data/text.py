@@ -17,6 +17,7 @@ from gradveil.modalities.tokens import PADDING, SPECIAL, START, UNKNOWN, Tokens
 from gradveil.ranges import Between, Range
 
 PAGES = 8  # of the manual that are told apart
+LARGEST_OF_ALL = 2**27  # letters of texts in rows
 LARGEST = 2**25  # bytes of a file: each of its words is an object, of some hundred bytes where all differ
 
 Length = Annotated[int, Range(2, 4096)]
@@ -47,6 +48,10 @@ def from_texts(
     """
     if labels is not None and len(labels) != len(texts):
         raise DataError(f"{name} has {len(texts)} texts and {len(labels)} labels; give one for each.")
+    if (size := sum(map(len, texts))) > LARGEST_OF_ALL:
+        raise DataError(
+            f"{name} has {size:,} letters of text, and the most is {LARGEST_OF_ALL:,}. Leave some texts out."
+        )
     if tokenizer:
         ids, kind = _in_pieces(texts, Path(tokenizer).expanduser(), whole=labels is not None)
     else:

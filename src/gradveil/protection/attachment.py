@@ -326,8 +326,6 @@ class Attachment:
             self.report.steps += 1
             self.report.examples += len(current.x)
 
-    # Weights that are loaded and saved.
-
     def before_loading(self, module: nn.Module, *_: Any) -> None:
         self.provenance.tie()
         self.check_weights(self.provenance.of(module))
@@ -405,6 +403,8 @@ class Attachment:
             self._check_origin(gradient)
         if "gradient" in self.acts_on:
             self._defend_gradient(optimizer, gradient)
+        if self.per_record is not None:
+            self.per_record.stepped()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The weights are what the optimizer made of defended gradients."""
@@ -412,7 +412,6 @@ class Attachment:
         for part in self.held:
             part.account()
         if self.held and self.per_record is not None:
-            self.per_record.stepped()
             note_state(optimizer, self._trained())
 
     def _defend_gradient(self, optimizer: Optimizer, gradient: Params) -> None:

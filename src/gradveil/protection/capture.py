@@ -27,7 +27,7 @@ from gradveil.losses import CROSS_ENTROPY, Loss
 from gradveil.losses import build as build_loss
 from gradveil.modules import copied_buffers, tensors_in, ways_into
 from gradveil.protection.layers import KINDS, LayerRecord, ModuleRecord, for_each, is_known, known, tensors_of
-from gradveil.protection.loss_graph import MIXED
+from gradveil.protection.loss_graph import MIXED, halves, only
 from gradveil.protection.records import Captured, Held, InParts, Records
 from gradveil.tree import Params, add, norm, subtract
 from gradveil.types import Batch
@@ -322,7 +322,7 @@ class TrainedLayers:
                 )
 
     def check_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
-        """Raise where half of the records, each in its place, give something else with others around them.
+        """Raise where half of the records, each in its place, give something else with the same half around them.
 
         Looked at with the weights as they are and with others. Passes draw the same random numbers in the same places,
         so dropout keeps records apart as well.
@@ -336,21 +336,20 @@ class TrainedLayers:
             self._check_slopes((args, kwargs), count, drawn)  # those by its own weights a step looks at, with the loss
 
     def _check_apart(self, given: Given, count: int, weights: Params) -> None:
-        at, first, whole = partial(self._layers_at, given, count, weights), count // 2, list(range(count))
+        at, whole = partial(self._layers_at, given, count, weights), list(range(count))
         own = at(whole)
         for layer in self.layers:
             if layer in own and len(own[layer]) != count:
                 raise DefenseError(_not_rows(layer, self.model.get_submodule(layer), [tuple(own[layer].shape)], count))
 
-        def differs(order: list[int], half: slice) -> str | None:
+        def differs(order: list[int], half: list[int]) -> str | None:
             other = at(order)
             both = ((what, own[what][half], other[what][half]) for what in own if what in other)
             return next((what for what, a, b in both if not _alike(a, b)), None)
 
-        for half, order in (
-            (slice(first), [i % first for i in whole]),  # the first half's records in the others' places too
-            (slice(first, count), [i if i >= first else first + i for i in whole]),
-        ):
+        for half in halves(count):
+            in_place = set(half)  # its records are in the others' places too
+            order = [i if i in in_place else half[i % len(half)] for i in whole]
             if (what := differs(order, half)) is not None:
                 said = f"what layer {what!r} gets" if what in self.layers else "what the model gives"
                 raise DefenseError(_not_apart(self.model, said, again=differs(whole, half) is None))
@@ -360,10 +359,10 @@ class TrainedLayers:
         leaves, tree = tree_flatten(given)
         mine = (t[order] if isinstance(t, Tensor) and t.shape[:1] == (count,) else t for t in leaves)
         found: dict[str, Tensor] = {}
-        with torch.no_grad():
+        with torch.enable_grad():  # as in a training pass: some models mix records there alone
             moved = tree_unflatten(list(mine), tree)
             gave = self._run(moved, weights, lambda layer, got, _: found.update({layer: got[0]}))
-        return found | {f" {n}": t for n, t in enumerate(gave) if t.shape[:1] == (count,)}
+        return found | {f" {n}": t.detach() for n, t in enumerate(gave) if t.shape[:1] == (count,)}
 
     def _check_slopes(self, given: Given, count: int, weights: Params) -> None:
         """Raise where what the model gives for some records has a slope by what a layer gave for others."""
@@ -371,11 +370,12 @@ class TrainedLayers:
         with torch.enable_grad():
             gave = self._run(given, weights, lambda _, __, found: inside.extend(found[:1]))
         inside = [t for t in inside if t.requires_grad and t.shape[:1] == (count,)]
-        rows = [t[: count // 2] for t in gave if t.requires_grad and t.shape[:1] == (count,)]
+        rows = [t for t in gave if t.requires_grad and t.shape[:1] == (count,)]
         ends = [torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).view_as(t) for t in rows]
-        if rows and inside:
-            for slope in torch.autograd.grad(rows, inside, ends, allow_unused=True):
-                if slope is not None and bool(slope[count // 2 :].abs().max() > 1e-3 * slope.abs().max()):
+        for half in halves(count) if rows and inside else ():
+            seen = [only(end, half) for end in ends]
+            for slope in torch.autograd.grad(rows, inside, seen, retain_graph=True, allow_unused=True):
+                if slope is not None and bool((slope - only(slope, half)).abs().max() > 1e-3 * slope.abs().max()):
                     raise DefenseError(MIXED)
 
     def _run(self, given: Given, weights: Params, look: Look) -> list[Tensor]:

@@ -122,21 +122,13 @@ def _row_marks(t: Tensor) -> list[Hashable]:
 
 
 def _owners(inputs: Any, count: int) -> list[set[Hashable] | None] | None:
-    """Return the records that each row of a pass may be of, by the input that says most; None for a row of nobody's."""
-    if not board.rows:
-        return None
-    best: list[set[Hashable] | None] | None = None
-    for t in _with_rows(inputs, count):
-        owners = (board.rows.get(row) for row in _row_marks(t))
-        found = [some if some is not None and len(some) <= _ALIKE else None for some in owners]
-        if best is None or _score(found) > _score(best):
-            best = found
-    return best
+    """Return the records that each row of a pass may be of; None for a row of nobody's.
 
-
-def _score(found: list[set[Hashable] | None]) -> tuple[int, int]:
-    known = [some for some in found if some is not None]
-    return len(known), -sum(map(len, known))
+    Inputs that say different things of a row are of different records, as in pairs: the row is of all of them.
+    """
+    found = [[board.rows.get(row, set()) for row in _row_marks(t)] for t in _with_rows(inputs, count)]
+    some = [[own for own in row if 0 < len(own) <= _ALIKE] for row in zip(*found, strict=True)]
+    return [set.intersection(*own) or set.union(*own) if own else None for own in some] if board.rows else None
 
 
 class _Noted:

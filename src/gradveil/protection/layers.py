@@ -344,6 +344,7 @@ def known(model: nn.Module) -> dict[nn.Module, str] | None:
 def is_known(module: nn.Module) -> bool:
     """Return whether a module is a layer whose records' gradients follow from what it saw."""
     plain = type(module) in KINDS and "forward" not in module.__dict__ and "parametrizations" not in module._modules
+    plain = plain and module._parameters.keys() <= {"weight", "bias"}  # not those that a hook makes its weight of
     if isinstance(module, nn.Embedding):
         plain = plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):

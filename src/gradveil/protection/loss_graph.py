@@ -167,6 +167,7 @@ class _Walk:
             into = list(_into(node))
             if name in _BY_ENTRIES or name == "ExpandBackward0":  # what is stretched to rows may be another's
                 along &= all((s := _shape(child))[:1] == shape[:1] and len(s) == len(shape) for child in into)
+                along &= all(a == b or b != self.count for c in into for a, b in zip(_shape(c), shape, strict=False))
             if not (along and whole):
                 raise _unknown(name)
             todo += into
@@ -175,8 +176,8 @@ class _Walk:
 def _unknown(name: str) -> DefenseError:
     return DefenseError(
         f"The loss goes through {name.removesuffix('0').removesuffix('Backward')}, and its graph does not say that it "
-        f"keeps the records of a batch apart. Where it is the mean of one loss per record, which no other record has a "
-        f"part in, say so: protect(..., mean_loss=True)."
+        f"keeps the records of a batch apart. Give targets the shape of the output. Where the loss is the mean of one "
+        f"loss per record, which no other record has a part in, say so: protect(..., mean_loss=True)."
     )
 
 
@@ -238,12 +239,10 @@ def check_backward(
     retain: bool,
 ) -> None:
     """Raise where half of the records get other gradients when those of the other half are zero on the way."""
-    if count < 2:
-        return
-    for half, last in ((slice(0, count // 2), False), (slice(count // 2, count), True)):
+    for left, half in enumerate(halves(count), -len(halves(count))):
         handles = [node.register_prehook(_kept(half, count)) for node in nodes]
         try:
-            found = torch.autograd.grad(loss, edges, retain_graph=retain or not last, allow_unused=True)
+            found = torch.autograd.grad(loss, edges, retain_graph=retain or left < -1, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -255,14 +254,22 @@ def check_backward(
                 raise DefenseError(MIXED)
 
 
-def _kept(half: slice, count: int) -> Callable[..., Any]:
+def halves(count: int) -> list[list[int]]:
+    """Return halves of so many records, which part those that meet: neighbours, and those far from each other."""
+    near = [list(range(start, count, 2)) for start in (0, 1)]
+    far = [list(range(count // 2)), list(range(count // 2, count))]
+    return [*far, *near] if count > 2 else near if count == 2 else []
+
+
+def _kept(half: list[int], count: int) -> Callable[..., Any]:
     def keep(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(_half(g, half) if g is not None and g.shape[:1] == (count,) else g for g in grads)
+        return tuple(only(g, half) if g is not None and g.shape[:1] == (count,) else g for g in grads)
 
     return keep
 
 
-def _half(g: Tensor, half: slice) -> Tensor:
+def only(g: Tensor, half: list[int]) -> Tensor:
+    """Return the rows of a half, and zeros in the place of the others."""
     kept = torch.zeros_like(g)
     kept[half] = g[half]
     return kept

@@ -233,7 +233,7 @@ class PerRecordStep:
         return self.left is not None and self.left.is_same(gradients_of(weights))
 
     def stepped(self) -> None:
-        """An optimizer took a step: the next records make a release of their own."""
+        """An optimizer has seen the gradients: the next records make a release of their own."""
         self._in_step, self._filled = InStep(), 0
         self._step, self._before = None, {}
 
