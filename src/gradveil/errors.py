@@ -65,6 +65,11 @@ class MissingExtraError(GradveilError):
         super().__init__(f"{what} needs an optional dependency. Install it: pip install 'gradveil[{extra}]'.")
 
 
+def printable(text: str) -> str:
+    """Return a text of a file without line ends and what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"Did you mean 'x'? "`` where some known name is close, else an empty string."""
     close = get_close_matches(name[:200], list(islice(known, 1000)), n=1)  # it takes time for each

@@ -50,6 +50,8 @@ from gradveil.privacy.accountant import Account, spend_from
 from gradveil.privacy.configurations import check as check_configuration
 from gradveil.ranges import read as read_setting
 from gradveil.registry import settings, split_specs
+from gradveil.report.dossier import check as check_dossier
+from gradveil.report.dossier import dossier as write_dossier
 from gradveil.report.page import write_report
 from gradveil.threats.setup import AuditConfig
 from gradveil.tree import parameters
@@ -139,6 +141,37 @@ def test_configurations_of_others(place: Path, count: Count) -> None:
     some = wrong_values(CONFIGURATIONS).map(lambda value: json.dumps(value).encode()) | damaged(raw)
     read = to_file(place / "config.json", check_configuration)
     drill("configurations of Flower, Opacus, NVFlare", some, read, place, times(150, 300), count)
+
+
+def test_inputs_of_a_dossier(place: Path, count: Count) -> None:
+    whole = {"mu": 1.0, "epsilon": 4.4, "delta": 1e-5, "blind_guess": 0.1, "guess": 0.4}
+    plan = {"run": {"rounds": 3}, "whole_run": whole, "theorem": "of sums", "assumptions": ["a", "b"]}
+    measured = {
+        "defense": "veil",
+        "mu_proved": 1.4,
+        "mu_measured": 1.3,
+        "low": 1.2,
+        "high": 1.5,
+        "verdict": "consistent",
+    }
+    asked = "name = 'x'\npeople = 12\nsigners = ['a']\nsees = 'sums'\ndata_categories = 'images'\nlikely = 'no'\n"
+    answers = st.builds(
+        "{} = {}\n".format, st.sampled_from(["people", "signers", "sees", "data_categories"]), st.sampled_from(TEXTS)
+    )
+    told = wrong_values((plan, measured)).map(lambda value: json.dumps(value).encode())
+    some = st.tuples(st.just("plan.json"), told) | st.tuples(
+        st.just("about.toml"), damaged((asked.encode(),)) | answers.map(str.encode)
+    )
+
+    def read(given: tuple[str, bytes]) -> None:
+        shutil.rmtree(place / "out", ignore_errors=True)
+        (place / "plan.json").write_text(json.dumps(plan))
+        (place / given[0]).write_bytes(given[1])
+        about = place / "about.toml" if given[0] == "about.toml" else None
+        write_dossier([place / "plan.json"], place / "out", about)
+        assert check_dossier(place / "out")["intact"]
+
+    drill("inputs of a dossier", some, read, place, times(60, 200), count)
 
 
 def test_accounts(place: Path, count: Count) -> None:

@@ -195,6 +195,15 @@ def test_links_pipes_and_sizes_are_noticed_by_the_check(runs: Path, command: Com
     assert json.loads(command("dossier", "--check", "filed", "--json")[1])["changed"] == ["dossier.html"]
 
 
+def test_a_name_does_not_write_lines_of_its_own(runs: Path, command: Command) -> None:
+    assert command("dossier", str(runs / "plan.json"), "--out", "filed")[0] == 0
+    Path("filed/x\nThe dossier is as it was made.\x1b[2J").touch()
+    code, out, _ = command("dossier", "--check", "filed")
+    assert code == 3
+    assert out.splitlines()[-1] == "The dossier was changed."
+    assert "added: x\\nThe dossier is as it was made.\\x1b[2J" in out
+
+
 def test_the_questions_about_a_system_are_asked_once(runs: Path, command: Command) -> None:
     code, _, err = command("dossier", str(runs / "audited"), "--about", "about.toml")
     assert code == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from gradveil.cli import shared
-from gradveil.errors import SpecError
+from gradveil.errors import SpecError, printable
 
 CHANGED = 3
 
@@ -51,6 +51,6 @@ def command(
 
 
 def _words(found: dict[str, object]) -> str:
-    lines = [f"{what}: {path}" for what in ("changed", "missing", "added") for path in found[what]]  # type: ignore[attr-defined]
+    lines = [f"{what}: {printable(path)}" for what in ("changed", "missing", "added") for path in found[what]]  # type: ignore[attr-defined]
     lines.append(f"signature: {found['signature']}" + (f", key {found['key']}" if found["key"] else ""))
     return "\n".join([*lines, "The dossier is as it was made." if found["intact"] else "The dossier was changed."])

@@ -16,7 +16,7 @@ from typer.utils import get_params_from_function
 from gradveil import __version__
 from gradveil.cli.options import with_all
 from gradveil.cli.watchdog import done, stopping, watched
-from gradveil.errors import GradveilError, is_out_of_memory, own_place
+from gradveil.errors import GradveilError, is_out_of_memory, own_place, printable
 from gradveil.imports import OWN_CODE
 
 # command -> one line of help; the module of gradveil.cli, or of gradveil_studies.cli, that has it is called like it
@@ -167,8 +167,6 @@ def entry() -> None:
 
 
 def _fail(why: str) -> NoReturn:
-    line = " ".join(why.split())[:_LONGEST]
-    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)  # a file may name it
-    typer.echo(f"gradveil: {shown}", err=True)
+    typer.echo(f"gradveil: {printable(' '.join(why.split())[:_LONGEST])}", err=True)
     done(2)
     sys.exit(2)

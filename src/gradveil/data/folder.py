@@ -184,7 +184,7 @@ def texts_of(table: Any) -> str | None:
 
 def from_hub(name: str, train: Any, test: Any = None, settings: "Folder | None" = None) -> Dataset:
     """Return the data set of one or two pyarrow tables as the Hugging Face hub has them: of images, or of texts."""
-    from gradveil.data.text import from_texts
+    from gradveil.data.text import LARGEST_OF_ALL, from_texts
 
     own, text = settings or Folder(), texts_of(train)
     if text is None and not own.image and not any(image in train.column_names for image in _IMAGE_NAMES):
@@ -198,9 +198,11 @@ def from_hub(name: str, train: Any, test: Any = None, settings: "Folder | None" 
         return Dataset(name, kept, aside, found.class_names, levels=found.levels)
     tables = [train] if test is None else [train, test]
     label = next((n for n in (own.label, *_LABEL_NAMES) if n in train.column_names), None)
-    for kind in (table.column(text).type for table in tables):
-        if not types.is_string(kind) and not types.is_large_string(kind):
-            raise DataError(f"Column {text!r} of {name} holds {kind}, which is no text. Write it as one.")
+    for column in (table.column(text) for table in tables):
+        if not types.is_string(column.type) and not types.is_large_string(column.type):
+            raise DataError(f"Column {text!r} of {name} holds {column.type}, which is no text. Write it as one.")
+        if column.nbytes > LARGEST_OF_ALL:
+            raise DataError(f"Column {text!r} of {name} holds {column.nbytes:,} bytes; the most is {LARGEST_OF_ALL:,}.")
     texts = [one or "" for table in tables for one in table.column(text).to_pylist()]
     if label is None:
         return from_texts(name, texts, None, test_share=own.test_share)

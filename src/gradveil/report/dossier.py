@@ -75,10 +75,13 @@ def dossier(inputs: Sequence[Path], out: Path, about: Path | None = None, key: P
     signer = None if key is None else _private_key(key)
     found = _read(inputs, about)
     public = None if signer is None else signer.public_key().public_bytes_raw().hex()
-    made = _content(found) | {"signed_by": public}
+    with wrap_parse_errors(
+        "What is in the inputs", DossierError, "Give them as plan, verify and a new --about wrote them."
+    ):
+        made = _content(found) | {"signed_by": public}
+        held = {DATA: (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode(), **found.evidence}
+        held[PAGE] = fill("dossier.html", made).encode()
     out.mkdir(parents=True, exist_ok=True)
-    held = {DATA: (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode(), **found.evidence}
-    held[PAGE] = fill("dossier.html", made).encode()
     for path, data in held.items():
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out / path, data)

@@ -164,9 +164,10 @@ def run_groups(item: Item, groups: Sequence[list[str]], context: Context, jobs: 
             yield _timed(item, group, context)
         return
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(groups)), spawn, _begin_worker) as pool:
-        with ignore_sigint(), apart_from_the_folder():
-            waiting = [pool.submit(_timed, item, group, context) for group in groups]
+    with ignore_sigint(), apart_from_the_folder():  # the pool itself starts a Python, which looks after its locks
+        pool = ProcessPoolExecutor(min(jobs, len(groups)), spawn, _begin_worker)
+        waiting = [pool.submit(_timed, item, group, context) for group in groups]
+    with pool:
         try:
             for done in as_completed(waiting):
                 yield done.result()
