@@ -64,8 +64,8 @@ def arrow(folder: Path, table: Any, packed: str | None = None) -> None:
 
 
 def long_texts(folder: Path) -> None:
-    """500 MB of words in 200 kilobytes."""
-    table = pa.table({"text": ["a b c " * 10**5] * 800, "label": [0, 1] * 400})
+    """240 MB of words in 100 kilobytes."""
+    table = pa.table({"text": ["a b c " * 10**5] * 400, "label": [0, 1] * 200})
     pq.write_table(table, folder / "train.parquet", compression="zstd", use_dictionary=False)
 
 
@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "64 GB of texts in a few kilobytes": ("table:path=bomb.parquet,target=y", texts_bomb),
     "20 GB of texts under a number": ("folder:path=.", numbered_texts),
     "the same in a table": ("table:path=train.parquet,target=label", numbered_texts),
-    "500 MB of words in a few kilobytes": ("folder:path=.", long_texts),
+    "240 MB of words in a few kilobytes": ("folder:path=.", long_texts),
     "packed rows of Arrow": ("folder:path=.", packed_texts),
     "a billion rows of nothing": ("folder:path=.", rows_of_nothing),
     "texts that lie elsewhere": ("folder:path=.", texts_elsewhere),
