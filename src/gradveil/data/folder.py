@@ -72,7 +72,8 @@ def _unpacked(column: Any) -> int:
         for part in (column.chunks if types.is_dictionary(column.type) else ())
         if not types.is_primitive(part.type.value_type)
     ]
-    return max(8 * len(column), column.nbytes, sum(texts))
+    found: int = max(8 * len(column), column.nbytes, sum(texts))
+    return found
 
 
 def _read_arrow(path: Path) -> Any:
