@@ -90,6 +90,8 @@ def test_a_rehearsal_depends_on_no_record_of_a_client() -> None:
     assert found[0] == found[1]
     held = rehearse_run(replace(config, lr=2.5), frozenset({"clip"}), model, data, clients, public, seeds)[0]
     assert held.lr == 2.5
+    with pytest.raises(SpecError, match=r"public records, .* and there are none: deal out fewer"):
+        rehearse_run(config, both, model, data, clients, public[:0], seeds)
 
 
 def test_a_run_takes_rate_and_clip_from_it_and_can_be_continued(tmp_path: Path) -> None:

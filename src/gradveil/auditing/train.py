@@ -194,6 +194,11 @@ def rehearse_head(
             "A rehearsal is for models that train one linear layer without bias on fixed features (features, "
             "scatter:patches=N). Give lr and clip yourself."
         )
+    if not len(public):
+        raise SpecError(
+            "A rehearsal needs public records, training records that no device holds, and there are none: deal out "
+            "fewer (per_device=), or give lr and clip yourself."
+        )
     with torch.no_grad():
         keep_features(fixed, public.inputs)
         at = next(layers[0].parameters())
