@@ -630,7 +630,9 @@ def _each(check: Callable[[str, Model], None], names: Any) -> dict[str, Check]:
 COLUMNS: dict[str, dict[str, Check]] = {
     "scores": _each(check_scores, [name for name in METHODS if name != "auto"]),
     "defences": _each(check_defence, DEFENSES.names()),
-    "attacks": _each(check_attack, ATTACKS.names()),
+    "attacks": _each(
+        check_attack, [name for name in ATTACKS.names() if ATTACKS.get(name).__module__.startswith("gradveil.")]
+    ),
     "certificates": _each(check_certificate, KINDS),
 }
 

@@ -70,7 +70,11 @@ def build(kind: str) -> tuple[nn.Module, Batch]:
     if kind in TEXT:
         tokens, labels = torch.randint(50, (64, 12)), torch.randint(2, (64,))
         spec = TEXT[kind]
-        model = gradveil.model(spec, (12,), 2, modality=Tokens(50)) if isinstance(spec, str) else spec()
+        model = (
+            gradveil.model(spec, (12,), 2, modality=Tokens(tuple(map(str, range(50)))))
+            if isinstance(spec, str)
+            else spec()
+        )
         return model, Batch(tokens, labels)
     data: Dataset = gradveil.dataset("made_up_patients" if kind in TABLE else "digits")
     spec = TABLE[kind] if kind in TABLE else IMAGES[kind]

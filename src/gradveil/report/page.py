@@ -68,11 +68,11 @@ def render(store: RunFolder) -> str:
 def fill(template: str, content: dict[str, Any]) -> str:
     """Return a template filled in, with the style sheet and the script."""
     try:
-        from jinja2 import DictLoader, Environment
+        from jinja2 import DictLoader, Environment, StrictUndefined
     except ImportError as error:
         raise MissingExtraError("The HTML report", "report") from error
     parts = {one.name: one.read_text("utf-8") for one in (files("gradveil.report") / "templates").iterdir()}
-    made = Environment(autoescape=True, trim_blocks=True, loader=DictLoader(parts))
+    made = Environment(autoescape=True, trim_blocks=True, loader=DictLoader(parts), undefined=StrictUndefined)
     made.globals |= {"name_of": name_of, "server_name": server_name, "score_text": score_text}
     made.globals |= {"number": number, "width": WIDTH, "style": parts["page.css"], "script": parts["page.js"]}
     return made.get_template(template).render(content)
