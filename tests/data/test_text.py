@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradveil.auditing.audit import audit
 from gradveil.data import load
+from gradveil.data.base import from_arrays
 from gradveil.data.text import from_texts, words_of
 from gradveil.errors import DataError, GradveilError, ModelError, ScoreError
 from gradveil.federated.settings import Local
@@ -183,3 +185,8 @@ def test_a_pretrained_tokenizer_gives_its_own_ids_and_pieces(tmp_path: Path) -> 
     other.save(str(tmp_path / "other.json"))
     with pytest.raises(DataError, match="token 0 is 'a' and not padding"):
         load(f"text:path={file},tokenizer={tmp_path / 'other.json'}")
+
+
+def test_ids_in_an_array_are_told_where_ids_come_from() -> None:
+    with pytest.raises(DataError, match=r"are int64; give uint8, or floats in \[0, 1\]\. Token ids come from text:"):
+        from_arrays("mine", np.ones((4, 6), np.int64), np.zeros(4, np.int64))

@@ -281,7 +281,8 @@ def _inputs(name: str, values: Any) -> Array:
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if not np.issubdtype(array.dtype, np.floating):
-        raise DataError(f"The inputs of {name!r} are {array.dtype}; give uint8, or floats in [0, 1].")
+        ids = " Token ids come from text:path=FILE,tokenizer=FOLDER." if array.ndim == 2 else ""
+        raise DataError(f"The inputs of {name!r} are {array.dtype}; give uint8, or floats in [0, 1].{ids}")
     if array.size and not (array.min() >= 0 and array.max() <= 1):
         raise DataError(
             f"The inputs of {name!r} go from {array.min():g} to {array.max():g}; give floats in [0, 1] or uint8. "
