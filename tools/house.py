@@ -45,7 +45,7 @@ class Budget:
 
 BUDGETS = (
     Budget("library: files", 200, 200),
-    Budget("library: lines", 36_000, 46_400),
+    Budget("library: lines", 36_000, 46_324),
     Budget("studies: lines", 8_000, 8_000),
     Budget("studies: lines of benchmarks", 5_000, 5_000),
     Budget("longest file", 500, 500),

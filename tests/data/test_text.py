@@ -189,4 +189,4 @@ def test_a_pretrained_tokenizer_gives_its_own_ids_and_pieces(tmp_path: Path) -> 
 
 def test_ids_in_an_array_are_told_where_ids_come_from() -> None:
     with pytest.raises(DataError, match=r"are int64; give uint8, or floats in \[0, 1\]\. Token ids come from text:"):
-        from_arrays("mine", np.ones((4, 6), np.int64), np.zeros(4, np.int64))
+        from_arrays("mine", (np.ones((4, 6), np.int64), np.zeros(4, np.int64)))
