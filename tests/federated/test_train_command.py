@@ -174,6 +174,7 @@ def test_the_command_prints_json_or_a_line(tmp_path: Path, monkeypatch: pytest.M
         (["--device", "cuda"], "no CUDA device"),
         (["--defense", "nonesuch"], "No defense is called"),
         (["--engine", "flower", "--early-stop", "3"], "not available"),
+        (["--engine", "flower", "--verify"], "another engine, or gradveil verify"),
         (["--clients", "99"], "99 clients a round"),
     ],
 )

@@ -63,7 +63,7 @@ def command(given: Given) -> None:
     own, link = given.named(*ON_FLOWER), given.named("superlink", "root_certificates")
     if config.engine.partition(":")[0] == "flower":
         if verify:
-            raise SpecError("--verify is not available with --engine flower: use gradveil verify --engine flower.")
+            raise SpecError("--verify is not available with --engine flower: use another engine, or gradveil verify.")
         say = (lambda line: None) if quiet else partial(typer.echo, err=True)
         _train_on_flower(config, out, link, json, say, own | {"resume": resume})
         return
