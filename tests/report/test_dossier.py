@@ -147,6 +147,17 @@ def test_a_record_that_was_picked_from_a_list_is_not_called_rebuilt(
     assert lowest(run, "with") == lowest(runs / "audited", "without")
 
 
+def test_an_audit_of_a_saved_update_is_evidence_too(command: Command, tmp_path: Path) -> None:
+    kept = Path(__file__).parents[1] / "goldens" / "inputs"
+    words = ("--model", "lenet:strides=2/1", "--attack", "analytic", "--quiet", "--out", str(tmp_path / "saved"))
+    given = ("--update", str(kept / "update.safetensors"), "--truth", str(kept / "truth.safetensors"))
+    assert command("audit", *given, *words)[0] == 0
+    code, said, _ = command("dossier", str(tmp_path / "saved"), "--out", str(tmp_path / "evidence"), "--json")
+    assert code == 0
+    fields = {field["name"]: json.dumps(field) for field in json.loads(said)["fields"]}
+    assert "analytic fails without any defence" in fields["controls"]
+
+
 def test_a_forged_file_is_noticed_and_a_key_signs(runs: Path, command: Command) -> None:
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
